@@ -1,0 +1,38 @@
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: setup demo test check format bench docs clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip uv
+	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python -e ".[dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/first_explanation.py
+
+test: check
+	$(BIN)/pytest -n auto -q
+
+check: setup
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: setup
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: setup
+	$(BIN)/python benchmarks/layers.py
+
+docs: setup
+	$(BIN)/pytest -q --doctest-glob="*.md" README.md docs
+
+clean:
+	rm -rf .venv build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,83 @@
+"""Checks of the arguments that layers and functions share; each names value, rule and remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def int_tuple(name: str, value: int | Iterable[int], n: int, minimum: int) -> tuple[int, ...]:
+    """`value` as `n` integers: one is repeated, as in torch."""
+    values = (value,) * n if isinstance(value, int) else tuple(value)
+    if len(values) == 1:
+        values *= n
+    if len(values) != n or not all(is_int(v) and v >= minimum for v in values):
+        what = "an integer" if n == 1 else f"one integer or {n} integers"
+        raise ValueError(f"`{name}` (={value!r}) must be {what}, each at least {minimum}.")
+    return values
+
+
+def check_transform(b: float, max_out: int, scale: float) -> None:
+    if not (isinstance(b, int | float) and math.isfinite(b) and b >= 1):
+        raise ValueError(
+            f"`b` (={b!r}) must be a finite number of at least 1: 1 is a linear map, 2 the usual "
+            "choice, larger values press harder for alignment."
+        )
+    if not is_int(max_out) or max_out < 1:
+        raise ValueError(
+            f"`max_out` (={max_out!r}) must be an integer of at least 1: 1 for no MaxOut, 2 as in "
+            "the paper."
+        )
+    if not (isinstance(scale, int | float) and math.isfinite(scale) and scale > 0):
+        raise ValueError(
+            f"`scale` (={scale!r}) must be a positive finite number: 1.0 leaves the output as it is."
+        )
+
+
+def check_groups(groups: int, in_channels: int, out_channels: int) -> None:
+    if not is_int(groups) or groups < 1:
+        raise ValueError(f"`groups` (={groups!r}) must be an integer of at least 1.")
+    for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
+        if channels % groups:
+            divisors = [d for d in range(1, channels + 1) if channels % d == 0]
+            raise ValueError(
+                f"`groups` (={groups}) must divide `{name}` (={channels}): use "
+                f"{', '.join(map(str, divisors[:-1]))} or {divisors[-1]}."
+            )
+
+
+def check_padding_mode(padding_mode: str) -> None:
+    if padding_mode not in PADDING_MODES:
+        raise ValueError(
+            f"`padding_mode` (={padding_mode!r}) must be one of {', '.join(PADDING_MODES)}."
+        )
+
+
+def padding_pairs(
+    padding: str | int | Iterable[int],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> tuple[tuple[int, int], ...]:
+    """Padding before and after each spatial dimension."""
+    if not isinstance(padding, str):
+        return tuple((p, p) for p in int_tuple("padding", padding, len(kernel), minimum=0))
+    if padding == "valid":
+        return ((0, 0),) * len(kernel)
+    if padding != "same":
+        raise ValueError(
+            f"`padding` (={padding!r}) must be 'same', 'valid', an integer or one per dimension."
+        )
+    if any(s != 1 for s in stride):
+        raise ValueError(
+            f"`padding` (='same') needs `stride` 1, but `stride` is {stride}: give the padding as "
+            "integers."
+        )
+    totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    return tuple((total // 2, total - total // 2) for total in totals)

@@ -1,0 +1,193 @@
+"""Normalisations that stay dynamic-linear: they divide by a deviation but subtract no mean.
+
+Each takes the arguments of torch's own norm and keeps its state-dict keys. For an input the layer
+is x · (weight / deviation) + bias: a linear map and an offset. In explanation mode the deviation
+is held constant, running statistics are left alone, and the bias is accounted for as an offset;
+`bias=False` does without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchbcos.functional import add_offset, hold, in_explanation_mode
+from torchbcos.ops import accumulation_dtype
+
+__all__ = [
+    "UncentredBatchNorm1d",
+    "UncentredBatchNorm2d",
+    "UncentredBatchNorm3d",
+    "UncentredGroupNorm",
+    "UncentredLayerNorm",
+    "UncentredPositionNorm",
+]
+
+
+def _variance(x: Tensor, dims: Sequence[int]) -> Tensor:
+    wide = x.to(accumulation_dtype(x.dtype))
+    return wide.var(tuple(dims), correction=0, keepdim=True)
+
+
+def _divide(x: Tensor, variance: Tensor, eps: float) -> Tensor:
+    return (x * hold((variance + eps).rsqrt())).to(x.dtype)
+
+
+def _affine(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...]
+) -> Tensor:
+    if weight is not None:
+        x = x * weight.view(shape)
+    return x if bias is None else add_offset(x, bias.view(shape))
+
+
+class _UncentredBatchNorm(nn.modules.batchnorm._BatchNorm):
+    dims: tuple[int, ...]  # how many dimensions an input may have
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() not in self.dims or input.shape[1] != self.num_features:
+            expected = " or ".join(map(str, self.dims))
+            raise ValueError(
+                f"`input` (shape {tuple(input.shape)}) must have {expected} dimensions, the second "
+                f"of size {self.num_features}."
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        per_channel = (1, -1) + (1,) * (input.dim() - 2)
+        if self.training or self.running_var is None:
+            variance = _variance(input, [0, *range(2, input.dim())])
+            if self.training and self.running_var is not None and not in_explanation_mode():
+                self._track(variance.detach().flatten(), input.numel() // input.shape[1])
+        else:
+            variance = self.running_var.view(per_channel)
+        return _affine(_divide(input, variance, self.eps), self.weight, self.bias, per_channel)
+
+    def _track(self, variance: Tensor, count: int) -> None:
+        assert self.running_var is not None and self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        rate: float | Tensor = 1 / self.num_batches_tracked
+        if self.momentum is not None:
+            rate = self.momentum
+        unbiased = variance * (count / max(count - 1, 1))
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+
+
+class UncentredBatchNorm1d(_UncentredBatchNorm):
+    """`nn.BatchNorm1d` without the mean; see `UncentredBatchNorm2d`."""
+
+    dims = (2, 3)
+
+
+class UncentredBatchNorm2d(_UncentredBatchNorm):
+    """`nn.BatchNorm2d` without the mean: x / √(var + eps) · weight + bias.
+
+    >>> norm = UncentredBatchNorm2d(64, bias=False)
+    >>> norm(torch.rand(8, 64, 7, 7)).shape
+    torch.Size([8, 64, 7, 7])
+    """
+
+    dims = (4,)
+
+
+class UncentredBatchNorm3d(_UncentredBatchNorm):
+    """`nn.BatchNorm3d` without the mean; see `UncentredBatchNorm2d`."""
+
+    dims = (5,)
+
+
+class UncentredLayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` without the mean: over the last dimensions, one deviation per position."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        shape = tuple(self.normalized_shape)
+        if tuple(input.shape[-len(shape) :]) != shape:
+            raise ValueError(f"`input` (shape {tuple(input.shape)}) must end in {shape}.")
+        variance = _variance(input, range(-len(shape), 0))
+        return _affine(_divide(input, variance, self.eps), self.weight, self.bias, shape)
+
+
+class UncentredGroupNorm(nn.GroupNorm):
+    """`nn.GroupNorm` without the mean: one deviation per image and group of channels."""
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() < 2 or input.shape[1] != self.num_channels:
+            raise ValueError(
+                f"`input` (shape {tuple(input.shape)}) must have {self.num_channels} channels in "
+                "its second dimension."
+            )
+        grouped = input.unflatten(1, (self.num_groups, -1))
+        variance = _variance(grouped, range(2, grouped.dim()))
+        per_channel = (1, -1) + (1,) * (input.dim() - 2)
+        x = _divide(grouped, variance, self.eps).flatten(1, 2)
+        return _affine(x, self.weight, self.bias, per_channel)
+
+
+class UncentredPositionNorm(nn.Module):
+    """One deviation per image and position, over the channels: a layer norm for [N, C, *]."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.num_channels = num_channels
+        self.eps = eps
+        kind = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.ones(num_channels, **kind)) if affine else None  # type: ignore[arg-type]
+        self.bias = nn.Parameter(torch.zeros(num_channels, **kind)) if affine and bias else None  # type: ignore[arg-type]
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() < 2 or input.shape[1] != self.num_channels:
+            raise ValueError(
+                f"`input` (shape {tuple(input.shape)}) must have {self.num_channels} channels in "
+                "its second dimension."
+            )
+        per_channel = (1, -1) + (1,) * (input.dim() - 2)
+        x = _divide(input, _variance(input, [1]), self.eps)
+        return _affine(x, self.weight, self.bias, per_channel)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_channels}, eps={self.eps}, affine={self.weight is not None}"

@@ -1,0 +1,11 @@
+"""The numerical operations that every B-cos layer is made of."""
+
+from torchbcos.ops.reference import (
+    accumulation_dtype,
+    bcos_scale,
+    box_sum,
+    sum_of_squares,
+    unit_rows,
+)
+
+__all__ = ["accumulation_dtype", "bcos_scale", "box_sum", "sum_of_squares", "unit_rows"]
