@@ -5,8 +5,11 @@ row of it.
 """
 
 from torchbcos import encoding, functional, norms
+from torchbcos.calibrate import calibrate, signal
+from torchbcos.checkpoint import load, save
 from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosConv1d, BcosConv2d, BcosConv3d, BcosLinear
+from torchbcos.models import BcosModel, convert, create_model, list_models
 
 __version__ = "0.1.0"
 
@@ -15,8 +18,16 @@ __all__ = [
     "BcosConv2d",
     "BcosConv3d",
     "BcosLinear",
+    "BcosModel",
+    "calibrate",
+    "convert",
+    "create_model",
     "encoding",
     "explanation_mode",
     "functional",
+    "list_models",
+    "load",
     "norms",
+    "save",
+    "signal",
 ]

@@ -36,7 +36,7 @@ def check_transform(b: float, max_out: int, scale: float) -> None:
         )
     if not (isinstance(scale, int | float) and math.isfinite(scale) and scale > 0):
         raise ValueError(
-            f"`scale` (={scale!r}) must be a positive finite number: 1.0 leaves the output as it is."
+            f"`scale` (={scale!r}) must be a positive finite number: 1.0 changes nothing."
         )
 
 

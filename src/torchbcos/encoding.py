@@ -77,8 +77,8 @@ def check_values(images: Tensor) -> None:
     low, high = (v.item() for v in torch.aminmax(images.detach()))
     if not (torch.isfinite(torch.tensor([low, high])).all()):
         raise ValueError(
-            f"`images` (from {low:g} to {high:g}) must be finite: it holds NaN or infinity; look for "
-            "a division by zero before this call."
+            f"`images` (from {low:g} to {high:g}) must be finite: look for a division by zero "
+            "before this call."
         )
     slack = 1e-3  # what a resize in half precision may overshoot
     if low >= -slack and high <= 1 + slack:

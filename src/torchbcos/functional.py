@@ -32,8 +32,10 @@ __all__ = [
     "bcos_linear",
     "collect_offsets",
     "explanation_mode",
+    "gate",
     "hold",
     "in_explanation_mode",
+    "offset",
 ]
 
 _frozen: ContextVar[bool] = ContextVar("torchbcos_frozen", default=False)
@@ -83,16 +85,31 @@ def collect_offsets() -> Iterator[list[Tensor]]:
         _offsets.reset(token)
 
 
-def add_offset(x: Tensor, offset: Tensor) -> Tensor:
-    """x + offset, for an offset that no input pixel owns: a norm's bias, a position embedding.
+def offset(value: Tensor) -> Tensor:  # [N, …]
+    """`value`, marked as a term that no input pixel owns: a norm's bias, a position embedding.
 
     An explanation needs these terms apart from W(x)·x; all of them pass through here.
     """
     collected = _offsets.get()
     if collected is not None:
-        offset = offset.detach().requires_grad_(torch.is_grad_enabled())
-        collected.append(offset)
-    return x + offset
+        value = value.detach().requires_grad_(torch.is_grad_enabled())
+        collected.append(value)
+    return value
+
+
+def add_offset(x: Tensor, value: Tensor | float) -> Tensor:
+    """x + value, for an `offset`; `value` broadcasts."""
+    if _offsets.get() is None:
+        return x + value
+    # One copy for each image, so that the derivatives tell the images apart.
+    value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    value = value.reshape((1,) * (x.dim() - value.dim()) + value.shape)
+    return x + offset(value.expand(x.shape[0], *value.shape[1:]))
+
+
+def gate(x: Tensor, factor: Tensor) -> Tensor:
+    """x · factor, for a factor that depends on the input too: `hold` keeps it constant."""
+    return x * hold(factor)
 
 
 def bcos_linear(

@@ -37,8 +37,8 @@ class BcosLayer(nn.Module):
         check_transform(b, max_out, scale)
         if bias:
             raise ValueError(
-                "`bias` (=True) must be False: a bias is a term that no input owns, so W(x)·x would "
-                "no longer be the whole output."
+                "`bias` (=True) must be False: a bias is a term that no input owns, so the output "
+                "would no longer be W(x)·x."
             )
         self.b = float(b)
         self.max_out = max_out

@@ -82,7 +82,8 @@ class _UncentredBatchNorm(nn.modules.batchnorm._BatchNorm):
         return _affine(_divide(input, variance, self.eps), self.weight, self.bias, per_channel)
 
     def _track(self, variance: Tensor, count: int) -> None:
-        assert self.running_var is not None and self.num_batches_tracked is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         rate: float | Tensor = 1 / self.num_batches_tracked
         if self.momentum is not None:
@@ -176,8 +177,15 @@ class UncentredPositionNorm(nn.Module):
         self.num_channels = num_channels
         self.eps = eps
         kind = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.ones(num_channels, **kind)) if affine else None  # type: ignore[arg-type]
-        self.bias = nn.Parameter(torch.zeros(num_channels, **kind)) if affine and bias else None  # type: ignore[arg-type]
+        self.weight = nn.Parameter(torch.empty(num_channels, **kind)) if affine else None  # type: ignore[arg-type]
+        self.bias = nn.Parameter(torch.empty(num_channels, **kind)) if affine and bias else None  # type: ignore[arg-type]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
         if input.dim() < 2 or input.shape[1] != self.num_channels:

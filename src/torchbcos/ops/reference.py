@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type the formula is computed in: float32 for the half types, otherwise the type itself."""
+    """The type the formula is computed in: float32 for the half types, otherwise the same."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -98,7 +98,11 @@ def bcos_scale(lin: Tensor, sq_norm: Tensor, b: float, scale: float, frozen: boo
     """
     if b == 1:
         return lin if scale == 1 else lin * scale
-    out: Tensor = _BcosScale.apply(lin, sq_norm, b, scale, frozen)
+    if frozen:
+        wide = lin.to(accumulation_dtype(lin.dtype))
+        factor = _factor(wide.detach(), sq_norm.detach(), b, scale)
+        return (wide * factor).to(lin.dtype)
+    out: Tensor = _BcosScale.apply(lin, sq_norm, b, scale)
     return out
 
 
@@ -117,18 +121,23 @@ def _power(c: Tensor, p: float) -> Tensor:
     return torch.where(nonzero, torch.where(nonzero, a, 1.0).pow(p), 0.0)
 
 
+def _factor(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
+    """scale · |c|^(b-1)."""
+    c, _ = _cosine(lin, sq_norm)
+    return _power(c, b - 1) * scale
+
+
 class _BcosScale(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(lin: Tensor, sq_norm: Tensor, b: float, scale: float, frozen: bool) -> Tensor:
+    def forward(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
         wide = lin.to(accumulation_dtype(lin.dtype))
-        c, _ = _cosine(wide, sq_norm)
-        return (wide * (_power(c, b - 1) * scale)).to(lin.dtype)
+        return (wide * _factor(wide, sq_norm, b, scale)).to(lin.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        lin, sq_norm, ctx.b, ctx.scale, ctx.frozen = inputs
+        lin, sq_norm, ctx.b, ctx.scale = inputs
         ctx.save_for_backward(lin, sq_norm)
 
     @staticmethod
@@ -138,9 +147,7 @@ class _BcosScale(torch.autograd.Function):
         wide_grad = grad.to(accumulation_dtype(grad.dtype))
         c, n = _cosine(lin.to(accumulation_dtype(lin.dtype)), sq_norm)
         common = wide_grad * (_power(c, ctx.b - 1) * ctx.scale)
-        if ctx.frozen:
-            return common.to(lin.dtype), None, None, None, None
         grad_sq_norm = None
         if ctx.needs_input_grad[1]:
             grad_sq_norm = (common * c * ((1 - ctx.b) / 2) / n).sum_to_size(sq_norm.shape)
-        return (common * ctx.b).to(lin.dtype), grad_sq_norm, None, None, None
+        return (common * ctx.b).to(lin.dtype), grad_sq_norm, None, None

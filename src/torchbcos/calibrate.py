@@ -1,0 +1,167 @@
+"""Choose every layer's γ and the temperature from one batch of images.
+
+Why this works: a B-cos layer is positively homogeneous, f(a·x) = a·f(x), and so are pools, sums and
+concatenations. A layer's γ therefore only multiplies what comes after it and never changes a
+direction or a cosine; in a plain sequence nothing but γ₁·…·γ_L / T reaches the logits. So each
+layer, in the order the signal meets them, can be set once and for all: to give its output the root
+mean square 1. No later choice disturbs it, and one forward pass does them all. What is left is one
+number, T, and it is set from the outputs of the same pass. Where branches are added, equal scales
+let each have its say; where an uncentred norm follows, γ cancels and does no harm.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchbcos.encoding import check_images, check_values, encode
+from torchbcos.functional import explanation_mode
+from torchbcos.layers import BcosLayer
+from torchbcos.models import BcosModel
+
+__all__ = ["LayerSignal", "Signal", "calibrate", "signal"]
+
+LOGIT_RMS = 0.3
+
+
+def calibrate(model: BcosModel, images: Tensor, *, logit_rms: float = LOGIT_RMS) -> BcosModel:
+    """Set γ of every layer and T in place, so that signals neither vanish nor explode.
+
+    `images` are a batch [N, C, H, W] as in training; 32 or more are enough. After the call every
+    B-cos layer's output and the logits, without their bias, have root mean square 1 and
+    `logit_rms`. Returns the model.
+
+    A smaller `logit_rms`, that is a larger T, asks for better aligned weights before the network
+    can be confident.
+    """
+    check_images(images, model.in_channels)
+    check_values(images)
+    if not (math.isfinite(logit_rms) and logit_rms > 0):
+        raise ValueError(f"`logit_rms` (={logit_rms!r}) must be a positive finite number.")
+    before = {layer: layer.scale for _, layer in model.bcos_layers()}
+    done: set[nn.Module] = set()
+
+    def settle(layer: BcosLayer, _: Tensor, out: Tensor) -> Tensor:
+        if layer in done:  # a layer used twice keeps the γ of its first use
+            return out
+        done.add(layer)
+        gain = 1 / _rms(out, 1.0)
+        layer.scale *= gain
+        return out * gain
+
+    try:
+        for layer in before:
+            layer.scale = 1.0
+        with _watching(model, settle), _as_in_training(model):
+            outputs = model.network(encode(images))
+        first = outputs if isinstance(outputs, Tensor) else outputs[0]
+        if not torch.isfinite(first).all():
+            raise ValueError(
+                "the network's outputs are not finite, so there is nothing to calibrate: look at "
+                "torchbcos.signal(model, images) for the layer where that begins."
+            )
+    except BaseException:
+        for layer, scale in before.items():
+            layer.scale = scale
+        raise
+    model.temperature = _rms(first, 1.0) / logit_rms
+    model.scaling = "calibrated"
+    return model
+
+
+@dataclass(frozen=True)
+class LayerSignal:
+    name: str
+    norm: float  # mean ‖patch‖ over positions and images
+    cosine: float  # mean |cos| between patch and the winning unit
+    output: float  # root mean square of the output
+    scale: float  # γ
+
+
+@dataclass(frozen=True)
+class Signal:
+    """The signal on its way through a model, layer by layer; `print` shows a table."""
+
+    layers: tuple[LayerSignal, ...]
+    logits: float  # root mean square of the logits without their bias
+
+    def __str__(self) -> str:
+        width = max([len("layer"), *(len(layer.name) for layer in self.layers)])
+        lines = [f"{'layer':<{width}}  {'‖patch‖':>9}  {'|cos|':>9}  {'output':>9}  {'γ':>9}"]
+        for s in self.layers:
+            numbers = (s.norm, s.cosine, s.output, s.scale)
+            lines.append(f"{s.name:<{width}}" + "".join(f"  {v:>9.3g}" for v in numbers))
+        return "\n".join([*lines, f"{'logits':<{width}}  {'':>9}  {'':>9}  {self.logits:>9.3g}"])
+
+
+def signal(model: BcosModel, images: Tensor) -> Signal:
+    """How large the signal is in every layer, and how well its weights are aligned with it.
+
+    For the user whose training does not start: a column `output` that falls towards 0 or grows
+    without bound from layer to layer says that γ is wrong, and `calibrate` sets it right.
+    """
+    check_images(images, model.in_channels)
+    check_values(images)
+    names = {layer: name for name, layer in model.bcos_layers()}
+    rows: list[LayerSignal] = []
+
+    def look(layer: BcosLayer, x: Tensor, out: Tensor) -> Tensor:
+        lin, cosine = _linear_and_cosine(layer, x)
+        seen = cosine > 0
+        norm = (lin[seen].abs() / cosine[seen]).mean().item() if seen.any() else 0.0
+        row = LayerSignal(names[layer], norm, cosine.mean().item(), _rms(out, 0.0), layer.scale)
+        rows.append(row)
+        return out
+
+    with _watching(model, look), _as_in_training(model):
+        outputs = model.network(encode(images))
+    first = outputs if isinstance(outputs, Tensor) else outputs[0]
+    return Signal(tuple(rows), _rms(first, 0.0) / model.temperature)
+
+
+def _rms(x: Tensor, if_zero: float) -> float:
+    """Root mean square, scaled before squaring so that no float32 underflows."""
+    largest = x.detach().abs().amax().double()
+    value = (largest * (x.detach().double() / largest).square().mean().sqrt()).item()
+    return value if value > 0 else if_zero
+
+
+def _linear_and_cosine(layer: BcosLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """ŵᵀx and |cos| of the winning units, from the layer itself with b = 1 and b = 2."""
+    twin = copy.copy(layer)  # shares the weight
+    twin.scale = 1.0
+    twin.b = 1.0
+    lin = twin.forward(x)
+    twin.b = 2.0
+    return lin, (twin.forward(x) / torch.where(lin == 0, 1.0, lin)).abs()
+
+
+@contextmanager
+def _watching(
+    model: BcosModel, look: Callable[[BcosLayer, Tensor, Tensor], Tensor]
+) -> Iterator[None]:
+    """Each B-cos layer's output passes through `look` while this context lasts."""
+    with ExitStack() as stack:
+        for _, layer in model.bcos_layers():
+            hook = layer.register_forward_hook(lambda m, args, out: look(m, args[0], out))
+            stack.callback(hook.remove)
+        yield
+
+
+@contextmanager
+def _as_in_training(model: BcosModel) -> Iterator[None]:
+    """Batch statistics and auxiliary classifiers as in training; nothing is tracked or changed."""
+    modes = {m: m.training for m in model.modules()}
+    try:
+        model.train()
+        with torch.no_grad(), explanation_mode():
+            yield
+    finally:
+        for m, training in modes.items():
+            m.training = training

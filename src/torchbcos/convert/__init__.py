@@ -1,0 +1,114 @@
+"""Any torch module → a B-cos network: by rules over its graph, with a report."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.graph import CodeGen
+
+from torchbcos._arguments import check_transform
+from torchbcos.convert.head import move_heads
+from torchbcos.convert.modules import replace_modules
+from torchbcos.convert.report import Change, Report
+from torchbcos.convert.rules import LEAF_NAMES, SIGNAL, Options, Rewriter, Value
+from torchbcos.convert.trace import TraceError, as_pair, first_channels, trace
+
+__all__ = ["Change", "Conversion", "Report", "convert_network"]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    network: nn.Module  # takes encoded images [N, 2C, H, W]
+    report: Report
+    channels: int  # C, of the image before the encoding
+    size: tuple[int, int]  # the image size at which the conversion was checked
+    outputs: int | None  # how many logits, where the output is [N, K]
+
+
+def convert_network(
+    module: nn.Module,
+    *,
+    b: float = 2.0,
+    max_out: int = 2,
+    norm: str | None = None,
+    head: str = "conv",
+    size: int | Sequence[int] | None = None,
+    strict: bool = True,
+) -> Conversion:
+    """`module` as a network of B-cos layers, initialised anew; `module` itself is not touched."""
+    check_transform(b, max_out, 1.0)
+    if norm not in (None, "uncentred"):
+        raise ValueError(f"`norm` (={norm!r}) must be None, to remove norms, or 'uncentred'.")
+    if head not in ("conv", "pool"):
+        raise ValueError(
+            f"`head` (={head!r}) must be 'conv', to classify before pooling, or 'pool', to "
+            "keep the order."
+        )
+    options = Options(b, max_out, norm)
+    channels = first_channels(module)
+    try:
+        network: nn.Module
+        network, used_size, rewriter = _by_graph(module, options, head, channels, size)
+        report = Report(type(module).__name__, tuple(rewriter.changes), tuple(rewriter.breaks))
+    except TraceError as error:
+        used_size = as_pair(224 if size is None else size)
+        network, report = replace_modules(module, options, channels, used_size)
+        report = replace(report, note=f"{report.note} Not traceable: {error}.")
+    if strict and report.breaks:
+        raise ValueError(
+            f"{report.architecture} cannot become dynamic-linear because of "
+            f"{'; '.join(report.breaks)}: replace that operation, or pass strict=False to keep it "
+            "and have `residual` say by how much W(x)·x misses."
+        )
+    return Conversion(network, report, channels, used_size, _outputs(network))
+
+
+def _outputs(network: nn.Module) -> int | None:
+    """K, where the network's graph ends in logits [N, K]."""
+    if not isinstance(network, fx.GraphModule):
+        return None
+    end: Any = next(n for n in network.graph.nodes if n.op == "output").args[0]
+    first = end[0] if isinstance(end, tuple | list) else end
+    shape: tuple[int, ...] = first.meta.get("shape", ()) if isinstance(first, fx.Node) else ()
+    return shape[1] if len(shape) == 2 else None
+
+
+def _by_graph(
+    module: nn.Module,
+    options: Options,
+    head: str,
+    channels: int,
+    size: int | Sequence[int] | None,
+    image: Value = Value(SIGNAL.kind, raw=True),  # noqa: B008 (frozen)
+) -> tuple[fx.GraphModule, tuple[int, int], Rewriter]:
+    gm, used_size = trace(module, LEAF_NAMES, channels, size)
+
+    def convert_auxiliary(part: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        inner, _, inner_rewriter = _by_graph(part, options, head, shape[1], shape[2:], SIGNAL)
+        rewriter.changes.extend(inner_rewriter.changes)
+        inner.graph.set_codegen(_TrainingOnly())
+        inner.recompile()
+        return inner
+
+    rewriter = Rewriter(gm, options, image, convert_auxiliary)
+    rewriter.run()
+    if head == "conv":
+        moved = move_heads(gm)
+        rewriter.changes = [
+            replace(c, became="BcosConv2d, before the pool") if c.place in moved else c
+            for c in rewriter.changes
+        ]
+    gm.graph.lint()
+    return copy.deepcopy(gm), used_size, rewriter  # shares nothing with `module`
+
+
+class _TrainingOnly(CodeGen):
+    """Generated code that answers None outside of training."""
+
+    def gen_fn_def(self, *args: object, **kwargs: object) -> str:
+        define: str = super().gen_fn_def(*args, **kwargs)  # type: ignore[arg-type]
+        return define + "\n    if not self.training:\n        return None"

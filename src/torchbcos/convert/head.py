@@ -1,0 +1,144 @@
+"""The classifier: from `pool → flatten → linear` to `1×1 convolutions → pool → flatten`.
+
+Applied after the rule table. With the classifier before the pool every position votes for a class,
+which is what the paper's authors trained, and the result takes images of any size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from torchbcos import norms
+from torchbcos.convert.rules import name_of
+from torchbcos.convert.trace import class_key, submodule
+from torchbcos.layers import BcosConv2d, BcosLinear
+
+__all__ = ["move_heads"]
+
+_SHAPE_OPERATIONS = {"flatten", "view", "reshape", "squeeze", "contiguous", "identity"}
+
+
+def move_heads(gm: fx.GraphModule) -> set[str]:
+    """Rewrite the chain before each output, where it is one; the names of the layers moved."""
+    output = next(n for n in gm.graph.nodes if n.op == "output")
+    ends = output.args[0] if isinstance(output.args[0], tuple | list) else [output.args[0]]
+    moved = {name for end in ends if isinstance(end, fx.Node) for name in _move(gm, end)}
+    if moved:
+        gm.graph.eliminate_dead_code()
+        gm.delete_all_unused_submodules()
+        gm.recompile()
+    return moved
+
+
+def _move(gm: fx.GraphModule, end: fx.Node) -> set[str]:
+    chain = _chain(gm, end)
+    if chain is None:
+        return set()
+    x, window, layers = chain
+    with gm.graph.inserting_before(_only_user(end)):
+        for node in layers:
+            name, old = str(node.target), submodule(gm, node)
+            gm.add_submodule(name, _on_map(old, window))
+            x = _copy_meta(gm.graph.call_module(name, (x,)), node)
+            if isinstance(old, BcosLinear):
+                window = (1, 1)
+        x = gm.graph.call_function(F.adaptive_avg_pool2d, (x, 1))
+        x = _copy_meta(gm.graph.call_function(torch.flatten, (x, 1)), end)
+    end.replace_all_uses_with(x)
+    return {str(node.target) for node in layers}
+
+
+def _only_user(node: fx.Node) -> fx.Node:
+    return next(iter(node.users))
+
+
+def _copy_meta(new: fx.Node, old: fx.Node) -> fx.Node:
+    new.meta = dict(old.meta)
+    return new
+
+
+def _chain(
+    gm: fx.GraphModule, end: fx.Node
+) -> tuple[fx.Node, tuple[int, int], list[fx.Node]] | None:
+    """(the map before the pool, the window one linear layer sees of it, the layers in order)."""
+    layers: list[fx.Node] = []
+    node = end
+    while len(node.users) == 1 and len(node.all_input_nodes) >= 1:
+        source = node.all_input_nodes[0]
+        kind, module = _kind(gm, node)
+        shape, before = node.meta.get("shape", ()), source.meta.get("shape", ())
+        if isinstance(module, BcosLinear) or _works_on_maps(module, before):
+            layers.insert(0, node)
+        elif kind in _SHAPE_OPERATIONS:
+            if len(before) == 4 and len(shape) == 2 and before[2:] != (1, 1):
+                pooled = _kind(gm, source)[0] == "adaptiveavgpool2d" and len(source.users) == 1
+                origin = source.all_input_nodes[0] if pooled else source
+                return _found(origin, before[2:], layers, gm)
+        elif len(before) == 4 and shape[2:] in ((), (1, 1)) and _is_global_pool(kind, node):
+            return _found(source, (1, 1), layers, gm)
+        else:
+            return None
+        node = source
+    return None
+
+
+def _is_global_pool(kind: str, node: fx.Node) -> bool:
+    if kind == "mean":
+        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        return isinstance(dims, list | tuple) and sorted(int(d) % 4 for d in dims) == [2, 3]
+    return kind in ("adaptiveavgpool2d", "avgpool2d")
+
+
+def _found(
+    source: fx.Node, window: Any, layers: list[fx.Node], gm: fx.GraphModule
+) -> tuple[fx.Node, tuple[int, int], list[fx.Node]] | None:
+    if not any(isinstance(submodule(gm, n), BcosLinear | BcosConv2d) for n in layers):
+        return None
+    if window != (1, 1) and not isinstance(submodule(gm, layers[0]), BcosLinear):
+        return None  # a norm over a flattened map has no counterpart on the map
+    return source, window, layers
+
+
+def _kind(gm: fx.GraphModule, node: fx.Node) -> tuple[str, nn.Module | None]:
+    if node.op == "call_module":
+        module = submodule(gm, node)
+        return class_key(module), module
+    return (name_of(node) if node.op.startswith("call") else node.op), None
+
+
+def _works_on_maps(module: nn.Module | None, shape: tuple[int, ...]) -> bool:
+    """Whether the layer treats each position alike, and so may stand before the pool as well."""
+    if isinstance(module, BcosConv2d):
+        return module.kernel_size == (1, 1) and module.stride == (1, 1) and shape[2:] == (1, 1)
+    return isinstance(
+        module,
+        norms.UncentredPositionNorm
+        | norms.UncentredLayerNorm
+        | norms.UncentredBatchNorm1d
+        | norms.UncentredBatchNorm2d,
+    )
+
+
+def _on_map(layer: nn.Module, window: tuple[int, int]) -> nn.Module:
+    """The layer of one vector as a layer of a map of vectors."""
+    if isinstance(layer, BcosLinear):
+        return BcosConv2d(
+            layer.in_features // (window[0] * window[1]),
+            layer.out_features,
+            window,
+            padding=(window[0] // 2, window[1] // 2),
+            device=layer.weight.device,
+            dtype=layer.weight.dtype,
+            b=layer.b,
+            max_out=layer.max_out,
+            scale=layer.scale,
+        )
+    if isinstance(layer, norms.UncentredLayerNorm):
+        return norms.UncentredPositionNorm(layer.normalized_shape[0], layer.eps, bias=False)
+    if isinstance(layer, norms.UncentredBatchNorm1d):
+        return norms.UncentredBatchNorm2d(layer.num_features, layer.eps, layer.momentum, bias=False)
+    return layer

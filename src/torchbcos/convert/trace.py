@@ -1,0 +1,124 @@
+"""From a torch module to its graph of operations, with the shape of every value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+__all__ = ["LEAVES", "TraceError", "as_pair", "class_key", "first_channels", "trace"]
+
+#: Modules kept whole, subclasses too: a library's own convolution is still a convolution.
+LEAVES = (
+    nn.modules.conv._ConvNd,
+    nn.Linear,
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.modules.dropout._DropoutNd,
+    nn.MultiheadAttention,
+)
+_COMMON_SIZES = (224, 299, 256, 32, 64, 28, 96, 128, 160, 192, 240, 288, 320, 384)
+
+
+class TraceError(Exception):
+    """The module's Python code cannot be followed symbolically."""
+
+
+def class_key(module: nn.Module) -> str:
+    """The class name as the rule table spells it: lower case, no underscores."""
+    return type(module).__name__.lower().replace("_", "")
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, leaf_names: frozenset[str]) -> None:
+        super().__init__()
+        self._leaf_names = leaf_names
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return (
+            isinstance(m, LEAVES)
+            or class_key(m) in self._leaf_names
+            or is_auxiliary(m)
+            or super().is_leaf_module(m, module_qualified_name)
+        )
+
+
+def is_auxiliary(module: nn.Module) -> bool:
+    """An extra classifier that runs in training only, as Inception's and GoogLeNet's."""
+    return class_key(module).endswith("aux")
+
+
+def trace(
+    module: nn.Module,
+    leaf_names: frozenset[str],
+    channels: int,
+    size: int | Sequence[int] | None,
+) -> tuple[fx.GraphModule, tuple[int, int]]:
+    """The module's graph, `meta["shape"]` on each node, and the image size the shapes are for.
+
+    The module is traced as in training where it has auxiliary classifiers, else as in evaluation.
+    """
+    training = {m: m.training for m in module.modules()}
+    try:
+        module.train(any(is_auxiliary(m) for m in module.modules()))
+        graph = _Tracer(leaf_names).trace(module)
+        gm = fx.GraphModule(module, graph, class_name=type(module).__name__)
+        sizes = _COMMON_SIZES if size is None else (size,)
+        return gm, _shapes_at_first(gm, channels, [as_pair(s) for s in sizes])
+    except TraceError:
+        raise
+    except Exception as error:  # tracing runs arbitrary code, which fails in arbitrary ways
+        raise TraceError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
+    finally:
+        for m, was in training.items():
+            m.training = was
+
+
+def as_pair(size: int | Sequence[int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _shapes_at_first(
+    gm: fx.GraphModule, channels: int, sizes: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
+    failure: Exception | None = None
+    for size in sizes:
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                device = next(gm.parameters()).device
+                _ShapeInterpreter(gm).run(torch.empty(2, channels, *size, device=device))
+            return size
+        except Exception as error:
+            failure = failure or error
+    raise TraceError(f"no image of {sizes[0][0]}×{sizes[0][1]} px passes: {failure}")
+
+
+class _ShapeInterpreter(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor):
+            n.meta["shape"] = tuple(value.shape)
+        return value
+
+
+def first_channels(module: nn.Module) -> int:
+    """How many channels the module takes, from its first convolution or linear layer."""
+    for m in module.modules():
+        if isinstance(m, nn.modules.conv._ConvNd):
+            return m.in_channels
+        if isinstance(m, nn.Linear):
+            return 3
+    raise ValueError(
+        f"`module` (a {type(module).__name__}) has no convolution and no linear layer to convert."
+    )
+
+
+def submodule(gm: fx.GraphModule, node: fx.Node) -> nn.Module:
+    return gm.get_submodule(cast(str, node.target))

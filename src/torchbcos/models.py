@@ -1,0 +1,303 @@
+"""Whole models: the encoding, a B-cos network and the logit head; made by name or by conversion."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from torchbcos.convert import Conversion, Report, convert_network
+from torchbcos.encoding import check_images, check_values, encode
+from torchbcos.functional import add_offset
+from torchbcos.layers import BcosLayer
+from torchbcos.presets import paper_preset
+
+__all__ = ["Architecture", "BcosModel", "convert", "create_model", "list_models"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the network was made from: enough to make it again."""
+
+    name: str | None  # for `create_model`; None for a module that was given to `convert`
+    options: dict[str, Any]
+
+
+class BcosModel(nn.Module):
+    """Images in 0..1 to logits: `network(encode(images)) / temperature + logit_bias`.
+
+    `scaling` says where the layers' γ and the temperature come from: "none" (all 1, which few
+    networks can be trained with), "paper", "calibrated" or "custom".
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        in_channels: int = 3,
+        input_size: tuple[int, int] = (224, 224),
+        num_classes: int | None = None,
+        classes: Sequence[str] | None = None,
+        report: Report | None = None,
+        architecture: Architecture | None = None,
+        provenance: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.in_channels = in_channels
+        self.input_size = input_size
+        self.num_classes = num_classes if classes is None else len(classes)
+        if num_classes is not None and num_classes != self.num_classes:
+            raise ValueError(
+                f"`classes` (={len(classes or ())} names) must name all {num_classes} outputs."
+            )
+        self.classes = tuple(map(str, classes)) if classes is not None else None
+        self.report = report
+        self.architecture = architecture or Architecture(None, {})
+        self.provenance = provenance or {}
+        self.temperature = 1.0
+        self.logit_bias = default_logit_bias(self.num_classes)
+        self.scaling = "none"
+        self._values_checked = False
+
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """[N, C, H, W] in 0..1 → [N, K]; in training a tuple with the auxiliary logits, if any."""
+        check_images(images, self.in_channels)
+        if not (self._values_checked or torch.compiler.is_compiling()):
+            self._check_once(images)
+        return self.from_encoded(encode(images))
+
+    def from_encoded(self, encoded: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """`forward` for images that went through `encoding.encode` already."""
+        outputs = self.network(encoded)
+        if isinstance(outputs, Tensor):
+            return self._logits(outputs)
+        logits = tuple(self._logits(o) for o in outputs if o is not None)
+        return logits if self.training else logits[0]
+
+    def _logits(self, outputs: Tensor) -> Tensor:
+        return add_offset(outputs / self.temperature, self.logit_bias)
+
+    def _check_once(self, images: Tensor) -> None:
+        """Reading values stops a GPU, so only the first images of a model are looked at."""
+        if not (images.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(images)):
+            check_values(images)
+            self._values_checked = True
+            if self.scaling == "none":
+                warnings.warn(
+                    "this model's γ and temperature are all 1, with which signals fade from layer "
+                    "to layer: call torchbcos.calibrate(model, images), or create it with "
+                    "preset='paper'.",
+                    stacklevel=3,
+                )
+
+    def bcos_layers(self) -> Iterator[tuple[str, BcosLayer]]:
+        """The B-cos layers of the network with their names, in the order they were defined."""
+        for name, module in self.network.named_modules():
+            if isinstance(module, BcosLayer):
+                yield name, module
+
+    def extra_repr(self) -> str:
+        return (
+            f"classes={self.num_classes}, input_size={self.input_size}, "
+            f"temperature={self.temperature:.4g}, logit_bias={self.logit_bias:.4g}, "
+            f"scaling={self.scaling!r}"
+        )
+
+
+def default_logit_bias(num_classes: int | None) -> float:
+    """The bias that gives each of K classes the probability 1/K when the network says nothing."""
+    return -math.log(num_classes - 1) if num_classes and num_classes > 1 else 0.0
+
+
+def convert(
+    module: nn.Module,
+    *,
+    b: float = 2.0,
+    max_out: int = 2,
+    norm: str | None = None,
+    head: str = "conv",
+    input_size: int | Sequence[int] | None = None,
+    classes: Sequence[str] | None = None,
+    strict: bool = True,
+) -> BcosModel:
+    """A conventional network as a B-cos model with new weights; `module` is not touched.
+
+    Convolutions and linear layers become B-cos layers, the first for the encoded image; activations
+    and dropout go, norms too unless `norm="uncentred"`; max pools become average pools; with
+    `head="conv"` the classifier moves before the global pool. `model.report` tells all. An
+    operation that breaks W(x)·x + bias = output is an error unless `strict=False`.
+
+    >>> model = convert(nn.Sequential(
+    ...     nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)))
+    >>> print(model.report)
+    Sequential as a B-cos network
+      operation          became                       times
+      AdaptiveAvgPool2d  kept                             1
+      Conv2d             BcosConv2d                       1
+      Flatten            kept                             1
+      Linear             BcosConv2d, before the pool      1
+      ReLU               removed                          1
+    Dynamic-linear: W(x)·x + bias is the output.
+    """
+    options = {"b": b, "max_out": max_out, "norm": norm, "head": head, "strict": strict}
+    conversion = convert_network(module, size=input_size, **options)  # type: ignore[arg-type]
+    return _model(conversion, classes, Architecture(None, options))
+
+
+def create_model(
+    name: str,
+    *,
+    num_classes: int | None = None,
+    b: float = 2.0,
+    max_out: int = 2,
+    norm: str | None = None,
+    head: str = "conv",
+    preset: str | None = None,
+    classes: Sequence[str] | None = None,
+    strict: bool = True,
+    **options: Any,
+) -> BcosModel:
+    """A B-cos model by name: `cifar9`, any torchvision classification network, or `timm/NAME`.
+
+    `options` go to the architecture, as `growth_rate=22` to a DenseNet. `preset="paper"` sets the
+    paper's γ, T and b; otherwise call `calibrate` before training.
+
+    >>> model = create_model("cifar9", b=2.0, max_out=2, preset="paper")
+    >>> model(torch.rand(1, 3, 32, 32)).shape
+    torch.Size([1, 10])
+    """
+    if classes is not None and num_classes is None:
+        num_classes = len(classes)
+    if num_classes is None:
+        num_classes = 10 if name == "cifar9" else 1000
+    conversion_options = {"b": b, "max_out": max_out, "norm": norm, "head": head, "strict": strict}
+    build = _builder(name, {"num_classes": num_classes, **options})
+    conversion = _convert_lazily(build, conversion_options)
+    architecture = Architecture(name, {"num_classes": num_classes, **conversion_options, **options})
+    model = _model(conversion, classes, architecture)
+    if preset is not None:
+        apply_preset(model, preset)
+    return model
+
+
+def apply_preset(model: BcosModel, preset: str) -> None:
+    """Set γ, T and b as `preset` (only "paper") has them for the model's architecture."""
+    if preset != "paper":
+        raise ValueError(f"`preset` (={preset!r}) must be 'paper' or None.")
+    layers = dict(model.bcos_layers())
+    scales = paper_preset(
+        model.architecture.name or "",
+        {name: layer.fan_in for name, layer in layers.items()},
+        next(iter(layers.values())).b,
+    )
+    for name, layer in layers.items():
+        layer.scale = scales.gamma[name]
+    model.temperature, model.logit_bias = scales.temperature, scales.logit_bias
+    model.scaling = preset
+
+
+def list_models() -> list[str]:
+    """Names for `create_model`: ours and torchvision's; `timm/NAME` takes timm's, too.
+
+    >>> "densenet121" in list_models()
+    True
+    """
+    return ["cifar9", *torchvision.models.list_models(module=torchvision.models)]
+
+
+def _model(
+    conversion: Conversion, classes: Sequence[str] | None, architecture: Architecture
+) -> BcosModel:
+    return BcosModel(
+        conversion.network,
+        in_channels=conversion.channels,
+        input_size=conversion.size,
+        num_classes=conversion.outputs,
+        classes=classes,
+        report=conversion.report,
+        architecture=architecture,
+    )
+
+
+def _builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
+    if name == "cifar9":
+        return lambda: _cifar9(**options)
+    if name.startswith("timm/"):
+        return lambda: _timm_model(name.removeprefix("timm/"), options)
+    if name not in list_models():
+        import difflib
+
+        close = difflib.get_close_matches(name, list_models(), 3) or ["cifar9", "resnet34"]
+        raise ValueError(
+            f"`name` (={name!r}) is no known model: did you mean {' or '.join(close)}? "
+            "torchbcos.list_models() lists all; timm/NAME takes timm's."
+        )
+    if name in ("inception_v3", "googlenet"):
+        options = {"aux_logits": True, "init_weights": False, **options}
+    if name in _DENSENETS and "growth_rate" in options:
+        blocks, features = _DENSENETS[name]
+        options = {"block_config": blocks, "num_init_features": features, **options}
+        return lambda: torchvision.models.DenseNet(**options)
+    return lambda: torchvision.models.get_model(name, weights=None, **options)
+
+
+#: (block_config, num_init_features); torchvision's own functions do not take another growth rate.
+_DENSENETS = {
+    "densenet121": ((6, 12, 24, 16), 64),
+    "densenet161": ((6, 12, 36, 24), 96),
+    "densenet169": ((6, 12, 32, 32), 64),
+    "densenet201": ((6, 12, 48, 32), 64),
+}
+
+
+def _timm_model(name: str, options: dict[str, Any]) -> nn.Module:
+    try:
+        import timm
+    except ImportError as error:
+        raise ValueError(
+            f"`name` (='timm/{name}') needs the package timm: install it with pip install timm."
+        ) from error
+    if not timm.is_model(name):
+        raise ValueError(f"`name` (='timm/{name}') is no model of timm {timm.__version__}.")
+    model: nn.Module = timm.create_model(name, pretrained=False, **options)
+    return model
+
+
+def _cifar9(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """The conventional network whose B-cos version is the paper's for CIFAR-10."""
+    widths = [in_channels, 64, 64, 128, 128, 128, 256, 256, 256]
+    strides = [1, 1, 2, 1, 1, 2, 1, 1]
+    layers: list[nn.Module] = []
+    for before, after, stride in zip(widths, widths[1:], strides, strict=False):
+        layers += [nn.Conv2d(before, after, 3, stride, padding=1), nn.ReLU()]
+    layers += [nn.Conv2d(widths[-1], num_classes, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers)
+
+
+def _convert_lazily(build: Callable[[], nn.Module], options: dict[str, Any]) -> Conversion:
+    """Convert without ever giving the conventional network weights, where nothing of it stays."""
+    try:
+        with torch.device("meta"):
+            conversion = convert_network(build(), **options)
+    except (NotImplementedError, RuntimeError):  # its constructor computes with tensors
+        return convert_network(build(), **options)
+    if not all(_remakes_itself(m) for m in conversion.network.modules()):
+        return convert_network(build(), **options)
+    conversion.network.to_empty(device=torch.get_default_device())
+    for module in conversion.network.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+    return conversion
+
+
+def _remakes_itself(module: nn.Module) -> bool:
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return not own or hasattr(module, "reset_parameters")
