@@ -7,6 +7,7 @@ row of it.
 from torchbcos import encoding, functional, norms
 from torchbcos.calibrate import calibrate, signal
 from torchbcos.checkpoint import load, save
+from torchbcos.explain import Explanation, explain
 from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosConv1d, BcosConv2d, BcosConv3d, BcosLinear
 from torchbcos.models import BcosModel, convert, create_model, list_models
@@ -19,10 +20,12 @@ __all__ = [
     "BcosConv3d",
     "BcosLinear",
     "BcosModel",
+    "Explanation",
     "calibrate",
     "convert",
     "create_model",
     "encoding",
+    "explain",
     "explanation_mode",
     "functional",
     "list_models",

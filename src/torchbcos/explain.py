@@ -1,0 +1,429 @@
+"""The linear map W(x) that a network applied to an image, for any class or inner unit.
+
+One forward pass in explanation mode records the network with every input-dependent factor held
+constant; it is then linear, and a backward pass from a unit gives that unit's row of W(x).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchbcos.encoding import check_images, check_values, encode
+from torchbcos.functional import collect_offsets
+from torchbcos.models import BcosModel
+from torchbcos.tap import tap
+
+__all__ = ["Explanation", "Targets", "Unit", "explain"]
+
+#: One class for all images, several, one or several for each, or "all".
+Targets = int | str | Sequence[int | str] | Sequence[Sequence[int]] | Tensor | np.ndarray | None
+#: A channel (at its strongest position), (channel, y, x), or a function of the activation.
+Unit = int | tuple[int, int, int] | Callable[[Tensor], Tensor]
+
+DEFAULT_CHUNK = 32
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found, for N images and K targets each: outputs = W(x)·x + bias + residual."""
+
+    outputs: Tensor  # [N, K] the explained values: logits, or activations of inner units
+    targets: Tensor  # [N, K] class indices; for inner units, the channel
+    weights: Tensor  # [N, K, C, H, W] rows of W(x); C = 6 for colour images
+    contributions: Tensor  # [N, K, H, W] W(x)·x at each pixel
+    bias: Tensor  # [N, K] what no pixel owns: the logit bias, a norm's bias
+    residual: Tensor  # [N, K] outputs − (Σ contributions + bias): rounding, if all is well
+    positions: Tensor | None = None  # [N, K, 2] (y, x) of inner units on their map
+    classes: tuple[str, ...] | None = None
+    layer: str | None = None
+    statistics: str = "running"  # what norms divided by: "running" or this "batch"'s own
+
+    def __len__(self) -> int:
+        return self.outputs.shape[0]
+
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Explanation:
+        """The explanations of some of the images; the batch dimension stays."""
+        if isinstance(index, int):
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"`index` (={index}) is beyond {len(self)} images.")
+            index = [index]
+        return self._each(lambda value: value[index])
+
+    def delta(self, i: int, j: int) -> Tensor:
+        """[N, H, W]: contributions to target i minus those to target j, pixel by pixel."""
+        count = self.outputs.shape[1]
+        for name, value in (("i", i), ("j", j)):
+            if not -count <= value < count:
+                raise IndexError(f"`{name}` (={value}) is beyond {count} targets.")
+        return self.contributions[:, i] - self.contributions[:, j]
+
+    def top(self, k: int) -> Explanation:
+        """The k targets with the largest outputs of each image, largest first."""
+        if not 1 <= k <= self.outputs.shape[1]:
+            raise ValueError(f"`k` (={k}) must be from 1 to {self.outputs.shape[1]}, the targets.")
+        order = self.outputs.topk(k, dim=1).indices  # [N, k]
+
+        def pick(value: Tensor) -> Tensor:
+            shape = (*order.shape, *(1,) * (value.dim() - 2))
+            return value.gather(1, order.view(shape).expand(*order.shape, *value.shape[2:]))
+
+        return self._each(pick)
+
+    def to(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Every tensor moved as by `Tensor.to`; indices keep their integer type."""
+
+        def move(value: Tensor) -> Tensor:
+            moved = value.to(*args, **kwargs)
+            return moved if value.is_floating_point() else moved.to(value.dtype)
+
+        return self._each(move)
+
+    def window(self, image: int = 0, target: int = 0) -> tuple[int, int, int, int]:
+        """(top, left, bottom, right) of the smallest box outside of which W(x) is zero.
+
+        For an inner unit this is its receptive field, cut at the image's border.
+        """
+        seen = (self.weights[image, target] != 0).any(0)
+        if not seen.any():
+            return (0, 0, *seen.shape)  # type: ignore[return-value]
+        ys, xs = (seen.any(d).nonzero().flatten() for d in (1, 0))
+        return int(ys[0]), int(xs[0]), int(ys[-1]) + 1, int(xs[-1]) + 1
+
+    def crop(self, image: int = 0, target: int = 0, size: int | None = None) -> Explanation:
+        """The explanation of one unit, cut to its window, or to `size` pixels around its centre."""
+        top, left, bottom, right = self.window(image, target)
+        if size is not None:
+            height, width = self.contributions.shape[-2:]
+            if not 1 <= size <= min(height, width):
+                raise ValueError(f"`size` (={size}) must be from 1 to {min(height, width)} pixels.")
+            top = min(max((top + bottom - size) // 2, 0), height - size)
+            left = min(max((left + right - size) // 2, 0), width - size)
+            bottom, right = top + size, left + size
+        one = self[image]._each(lambda value: value[:, target : target + 1 or None])
+        return replace(
+            one,
+            weights=one.weights[..., top:bottom, left:right],
+            contributions=one.contributions[..., top:bottom, left:right],
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to an .npz file, which `Explanation.load` and numpy read."""
+        arrays = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                value = value.detach().cpu()
+                arrays[field.name] = (
+                    value.float() if value.dtype == torch.bfloat16 else value
+                ).numpy()
+            elif value is not None:
+                arrays[field.name] = np.array(value)
+        with Path(path).open("wb") as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                values: dict[str, Any] = {name: stored[name] for name in stored.files}
+            for name in ("classes", "layer", "statistics"):
+                if name in values:
+                    text = values[name].tolist()
+                    values[name] = tuple(text) if isinstance(text, list) else text
+            return cls(
+                **{
+                    name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+                    for name, value in values.items()
+                }
+            )
+        except (ValueError, TypeError, KeyError, OSError, EOFError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise ValueError(f"{path} is no explanation that .save wrote: {error}") from error
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Explanation:
+        tensors = {
+            field.name: change(getattr(self, field.name))
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), Tensor)
+        }
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        n, k, channels, height, width = self.weights.shape
+        what = f"layer {self.layer!r}" if self.layer is not None else "logits"
+        scale = self.outputs.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+        miss = (self.residual.abs().amax() / scale).item()
+        return (
+            f"Explanation of {what}: {n} image{'s'[: n != 1]} × {k} target{'s'[: k != 1]}, W(x) of "
+            f"{channels}×{height}×{width}, residual at most {miss:.1e} of the largest output"
+        )
+
+
+def explain(
+    model: nn.Module,
+    images: Tensor,
+    targets: Targets = None,
+    *,
+    layer: str | None = None,
+    unit: Unit | Sequence[Unit] | None = None,
+    chunk: int = DEFAULT_CHUNK,
+) -> Explanation:
+    """W(x) of each image for its predicted class, for `targets`, or for units of `layer`.
+
+    `targets`: a class index or name; a list of them for every image; a tensor [N] or [N, K] for
+    each image its own; or "all". `layer` is a submodule's name in the network, `unit` a channel
+    (explained where it is strongest), (channel, y, x), a function from the activation [N, C, H, W]
+    to one value per image [N], or a list of these. At most `chunk` images are in memory at once.
+    The model and the images are left as they were.
+
+    >>> import torchbcos as tb
+    >>> model = tb.create_model("cifar9", preset="paper").eval()
+    >>> e = tb.explain(model, torch.rand(2, 3, 32, 32), targets=[3, 7])
+    >>> e.weights.shape, e.contributions.shape
+    (torch.Size([2, 2, 6, 32, 32]), torch.Size([2, 2, 32, 32]))
+    """
+    model = _unwrapped(model)
+    if isinstance(model, BcosModel):
+        check_images(images, model.in_channels)
+        check_values(images)
+    if chunk < 1:
+        raise ValueError(f"`chunk` (={chunk}) must be at least 1 image.")
+    if layer is None and unit is not None:
+        raise ValueError(f"`unit` (={unit!r}) needs `layer`: the name of the layer it is in.")
+    if layer is not None and (unit is None or targets is not None):
+        raise ValueError(f"`layer` (={layer!r}) needs `unit`, and `targets` only go with logits.")
+    device = next((p.device for p in model.parameters()), images.device)
+    if images.device != device:
+        raise ValueError(
+            f"`images` (on {images.device}) must be where the model is: use images.to('{device}')."
+        )
+    units = list(unit) if isinstance(unit, list) else [unit]
+    parts = [
+        _explain_chunk(model, part, _targets_of(targets, i, chunk, len(images)), layer, units)
+        for i, part in enumerate(images.split(chunk))
+    ]
+    joined = {
+        field.name: torch.cat([getattr(part, field.name) for part in parts])
+        for field in fields(Explanation)
+        if isinstance(getattr(parts[0], field.name), Tensor)
+    }
+    return replace(parts[0], **joined)  # type: ignore[arg-type]
+
+
+def _explain_chunk(
+    model: nn.Module,
+    images: Tensor,
+    targets: Targets,
+    layer: str | None,
+    units: Sequence[Unit | None],
+) -> Explanation:
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        x = _network_input(model, images).requires_grad_()
+        offsets = stack.enter_context(collect_offsets())
+        positions = None
+        if layer is None:
+            logits = _logits(model, x)
+            indices = _resolve_targets(targets, logits, getattr(model, "classes", None))
+            values = logits.gather(1, indices)
+        else:
+            activation = tap(getattr(model, "network", model), layer, x)
+            values, indices, positions = _pick_units(activation, units, layer)
+        rows, bias = _rows(values, x, offsets)
+    with torch.no_grad():
+        wide = torch.promote_types(x.dtype, torch.float32)
+        contributions = (rows.to(wide) * x.detach().to(wide)[:, None]).sum(2)
+        outputs = values.detach()
+        residual = outputs.to(wide) - (contributions.sum((2, 3)) + bias)
+    return Explanation(
+        outputs=outputs,
+        targets=indices,
+        weights=rows,
+        contributions=contributions,
+        bias=bias,
+        residual=residual,
+        positions=positions,
+        classes=getattr(model, "classes", None),
+        layer=layer,
+        statistics="batch" if model.training else "running",
+    )
+
+
+def _rows(values: Tensor, x: Tensor, offsets: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows of W(x), [N, K, C, H, W], and the offsets' share of each value, [N, K].
+
+    Images do not mix, so one backward pass gives a row for each image of the batch.
+    """
+    rows, biases = [], []
+    wide = torch.promote_types(x.dtype, torch.float32)
+    for column in values.unbind(1):
+        # fmt: off
+        grads = torch.autograd.grad(column.sum(), [x, *offsets], retain_graph=True,
+                                    allow_unused=True)
+        # fmt: on
+        rows.append(torch.zeros_like(x) if grads[0] is None else grads[0])
+        bias = torch.zeros(len(x), dtype=wide, device=x.device)
+        for grad, offset in zip(grads[1:], offsets, strict=True):
+            if grad is not None:
+                bias += (grad.to(wide) * offset.detach().to(wide)).reshape(len(x), -1).sum(1)
+        biases.append(bias)
+    return torch.stack(rows, 1), torch.stack(biases, 1)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DataParallel, DistributedDataParallel and torch.compile's wrappers."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(
+            model, nn.DataParallel | nn.parallel.DistributedDataParallel
+        ):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def _network_input(model: nn.Module, images: Tensor) -> Tensor:
+    """What W(x) multiplies: the encoded images, or for a bare network the images as they are."""
+    dtype = next((p.dtype for p in model.parameters()), images.dtype)
+    images = images.detach().to(dtype)
+    return encode(images) if isinstance(model, BcosModel) else images.clone()
+
+
+def _logits(model: nn.Module, x: Tensor) -> Tensor:
+    out = model.from_encoded(x) if isinstance(model, BcosModel) else model(x)
+    out = out if isinstance(out, Tensor) else out[0]
+    if out.dim() != 2:
+        raise ValueError(
+            f"`model` gives outputs of shape {tuple(out.shape)}, not logits [N, K]: explain one of "
+            "its layers with `layer` and `unit`."
+        )
+    return out
+
+
+def _targets_of(targets: Targets, i: int, chunk: int, count: int) -> Targets:
+    """The part of per-image targets that belongs to the i-th chunk."""
+    if isinstance(targets, np.ndarray):
+        targets = torch.from_numpy(targets)
+    if isinstance(targets, list | tuple) and targets and isinstance(targets[0], list | tuple):
+        try:
+            targets = torch.tensor(targets)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"`targets` (={targets!r}) must be N lists of K classes.") from error
+    if isinstance(targets, Tensor) and targets.dim() > 0:
+        if targets.dim() > 2 or len(targets) != count:
+            raise ValueError(
+                f"`targets` (shape {tuple(targets.shape)}) must be [N] or [N, K] for N = {count} "
+                "images; give a list for the same classes on every image."
+            )
+        return targets[i * chunk : (i + 1) * chunk]
+    return targets
+
+
+def _resolve_targets(targets: Targets, logits: Tensor, names: Sequence[str] | None) -> Tensor:
+    """[N, K] class indices."""
+    n, k = logits.shape
+    if targets is None:
+        return logits.argmax(1, keepdim=True)
+    if isinstance(targets, str) and targets == "all":
+        return torch.arange(k, device=logits.device).expand(n, k)
+    if isinstance(targets, Tensor):
+        if targets.is_floating_point() or targets.dtype == torch.bool:
+            raise TypeError(f"`targets` (dtype {targets.dtype}) must be integers, class indices.")
+        given = targets.to(logits.device, torch.long)
+        if given.dim() == 0:
+            given = given.expand(n)
+        indices = given.view(n, -1)
+        low, high = int(indices.min()), int(indices.max())
+        for value in (low, high):
+            _check_class(value, k)
+        return indices
+    listed = [targets] if isinstance(targets, int | str) else list(targets)
+    if not listed:
+        raise ValueError("`targets` (=[]) must hold at least one class; leave it out for the top.")
+    found = [_class_index(t, k, names) for t in listed]
+    return torch.tensor(found, device=logits.device).expand(n, -1)
+
+
+def _class_index(target: Any, count: int, names: Sequence[str] | None) -> int:
+    if isinstance(target, str):
+        if names is None or target not in names:
+            known = "this model has no class names" if names is None else ", ".join(names[:20])
+            raise ValueError(f"`targets` (={target!r}) must be a class of the model: {known}.")
+        return list(names).index(target)
+    try:
+        value = int(target)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`targets` (={target!r}) must be a class index or name.") from error
+    _check_class(value, count)
+    return value
+
+
+def _check_class(value: int, count: int) -> None:
+    if not 0 <= value < count:
+        raise ValueError(f"`targets` (={value}) must be from 0 to {count - 1}: {count} classes.")
+
+
+def _pick_units(
+    activation: Tensor, units: Sequence[Unit | None], layer: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Values [N, K], channels [N, K] and positions [N, K, 2] of the units to explain."""
+    if activation.dim() == 2:
+        activation = activation[:, :, None, None]
+    if activation.dim() != 4:
+        raise ValueError(
+            f"`layer` (={layer!r}) has an output of shape {tuple(activation.shape)}; units are "
+            "picked from [N, C] or [N, C, H, W], so give `unit` a layer of that kind."
+        )
+    n, channels, height, width = activation.shape
+    values, which, where = [], [], []
+    for unit in units:
+        if callable(unit):
+            value = unit(activation)
+            if not (isinstance(value, Tensor) and value.shape == (n,)):
+                raise ValueError(
+                    "`unit` (a function) must return one value for each image, a tensor of shape "
+                    f"({n},), not {getattr(value, 'shape', type(value).__name__)}."
+                )
+            values.append(value)
+            which.append(torch.full((n,), -1, device=activation.device))
+            where.append(torch.full((n, 2), -1, device=activation.device))
+            continue
+        channel, y, x = _unit_index(unit, (channels, height, width), layer)
+        maps = activation[:, channel].flatten(1)
+        if y is None or x is None:
+            flat = maps.detach().argmax(1)
+        else:
+            flat = torch.full((n,), y * width + x, device=activation.device)
+        values.append(maps.gather(1, flat[:, None])[:, 0])
+        which.append(torch.full((n,), channel, device=activation.device))
+        where.append(torch.stack([flat // width, flat % width], 1))
+    return torch.stack(values, 1), torch.stack(which, 1), torch.stack(where, 1)
+
+
+def _unit_index(
+    unit: Any, shape: tuple[int, int, int], layer: str
+) -> tuple[int, int | None, int | None]:
+    parts = (unit,) if isinstance(unit, int) else unit
+    valid = (
+        isinstance(parts, tuple)
+        and len(parts) in (1, 3)
+        and all(isinstance(p, int) and 0 <= p < size for p, size in zip(parts, shape, strict=False))
+    )
+    if not valid:
+        raise ValueError(
+            f"`unit` (={unit!r}) must be a channel or (channel, y, x) within the {shape} of "
+            f"{layer!r}."
+        )
+    return parts if len(parts) == 3 else (parts[0], None, None)
