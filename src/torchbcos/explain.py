@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -94,7 +95,7 @@ class Explanation:
         """
         seen = (self.weights[image, target] != 0).any(0)
         if not seen.any():
-            return (0, 0, *seen.shape)  # type: ignore[return-value]
+            return 0, 0, seen.shape[0], seen.shape[1]
         ys, xs = (seen.any(d).nonzero().flatten() for d in (1, 0))
         return int(ys[0]), int(xs[0]), int(ys[-1]) + 1, int(xs[-1]) + 1
 
@@ -134,20 +135,11 @@ class Explanation:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         try:
             with np.load(path, allow_pickle=False) as stored:
-                values: dict[str, Any] = {name: stored[name] for name in stored.files}
-            for name in ("classes", "layer", "statistics"):
-                if name in values:
-                    text = values[name].tolist()
-                    values[name] = tuple(text) if isinstance(text, list) else text
-            return cls(
-                **{
-                    name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-                    for name, value in values.items()
-                }
-            )
-        except (ValueError, TypeError, KeyError, OSError, EOFError) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
+                values = {name: _from_array(stored[name]) for name in stored.files}
+            return cls(**values)
+        except FileNotFoundError:
+            raise
+        except (ValueError, TypeError, KeyError, OSError, EOFError, BadZipFile) as error:
             raise ValueError(f"{path} is no explanation that .save wrote: {error}") from error
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Explanation:
@@ -207,7 +199,7 @@ def explain(
         raise ValueError(
             f"`images` (on {images.device}) must be where the model is: use images.to('{device}')."
         )
-    units = list(unit) if isinstance(unit, list) else [unit]
+    units: list[Any] = list(unit) if isinstance(unit, list) else [unit]
     parts = [
         _explain_chunk(model, part, _targets_of(targets, i, chunk, len(images)), layer, units)
         for i, part in enumerate(images.split(chunk))
@@ -279,6 +271,13 @@ def _rows(values: Tensor, x: Tensor, offsets: Sequence[Tensor]) -> tuple[Tensor,
                 bias += (grad.to(wide) * offset.detach().to(wide)).reshape(len(x), -1).sum(1)
         biases.append(bias)
     return torch.stack(rows, 1), torch.stack(biases, 1)
+
+
+def _from_array(value: np.ndarray) -> Any:
+    """A tensor, or text as Python has it."""
+    if value.dtype.kind != "U":
+        return torch.from_numpy(value)
+    return tuple(value.tolist()) if value.ndim else str(value)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -426,4 +425,5 @@ def _unit_index(
             f"`unit` (={unit!r}) must be a channel or (channel, y, x) within the {shape} of "
             f"{layer!r}."
         )
-    return parts if len(parts) == 3 else (parts[0], None, None)
+    channel, y, x = parts if len(parts) == 3 else (*parts, None, None)
+    return channel, y, x

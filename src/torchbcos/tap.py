@@ -68,7 +68,7 @@ class _UpTo(fx.Interpreter):
         raise AssertionError("the node is in the graph")
 
 
-class _Reached(Exception):
+class _Reached(Exception):  # noqa: N818 (no error: it carries the result out)
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
