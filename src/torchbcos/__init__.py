@@ -4,10 +4,11 @@ A B-cos network is, for each input, one linear map W(x); the gradient in `explan
 row of it.
 """
 
-from torchbcos import encoding, functional, norms
+from torchbcos import encoding, functional, norms, render
 from torchbcos.calibrate import calibrate, signal
 from torchbcos.checkpoint import load, save
-from torchbcos.explain import Explanation, explain
+from torchbcos.explain import explain
+from torchbcos.explanation import Explanation
 from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosConv1d, BcosConv2d, BcosConv3d, BcosLinear
 from torchbcos.models import BcosModel, convert, create_model, list_models
@@ -31,6 +32,7 @@ __all__ = [
     "list_models",
     "load",
     "norms",
+    "render",
     "save",
     "signal",
 ]

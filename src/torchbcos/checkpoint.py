@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from torchbcos.models import BcosModel, convert, create_model
 
-__all__ = ["CheckpointError", "load", "save"]
+__all__ = ["CheckpointError", "default_name", "load", "save"]
 
 FORMAT = 1
 _DTYPES = {
@@ -150,6 +150,15 @@ def _bundled() -> dict[str, Path]:
         return {}
     files = (Path(str(p)) for p in folder.iterdir())
     return {p.stem: p for p in files if p.suffix == ".safetensors"}
+
+
+def default_name() -> str:
+    """The bundled model that a command uses when none is named."""
+    bundled = _bundled()
+    for name in ("imagenette", "cifar10", *bundled):
+        if name in bundled:
+            return name
+    raise CheckpointError("no model is bundled with this version: name a file with --model.")
 
 
 def _find(name_or_path: str | os.PathLike[str]) -> Path:

@@ -1,0 +1,237 @@
+"""Image files in, an album out: pictures of explanations, one page, and the numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from torchbcos import render
+from torchbcos.explain import explain
+from torchbcos.explanation import Explanation
+from torchbcos.images import ImageError, find_images, read_image
+from torchbcos.models import BcosModel
+from torchbcos.page import Panel, Section, build_page, png
+
+__all__ = ["Album", "Request", "Result", "Row", "make_album"]
+
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to explain of each image."""
+
+    classes: tuple[str, ...] = ()  # names or numbers; empty for the `top` most likely
+    top: int = 1
+    layer: str | None = None
+    unit: int | tuple[int, int, int] | None = None
+    delta: bool = False  # also the first target against the second
+    style: str = "paper"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One explained output."""
+
+    name: str
+    index: int
+    output: float
+    probability: float | None  # None for an inner unit
+    residual: float
+
+    def cells(self) -> tuple[str, str, str, str]:
+        probability = "" if self.probability is None else f"{self.probability:.1%}"
+        return self.name, probability, f"{self.output:.3f}", f"{self.residual:.1e}"
+
+
+@dataclass(frozen=True)
+class Result:
+    file: Path
+    rows: tuple[Row, ...]
+    pictures: tuple[Path, ...]
+
+
+@dataclass
+class Album:
+    results: list[Result] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  # one sentence for each file left out
+    page: Path | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "page": str(self.page) if self.page else None,
+            "images": [
+                {
+                    "file": str(r.file),
+                    "explained": [vars(row) for row in r.rows],
+                    "pictures": [str(p) for p in r.pictures],
+                }
+                for r in self.results
+            ],
+            "refused": self.refused,
+        }
+
+
+def make_album(
+    paths: Sequence[str], model: BcosModel, request: Request, out: Path, progress: Console
+) -> Album:
+    """Explain every image that can be read, write pictures and page.html to `out`."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"`--out` (={str(out)!r}) is a file: name a folder.")
+    targets = _check_request(request, model)
+    album = Album()
+    sections: list[Section] = []
+    files = find_images(paths)
+    names = _unique_names(files)
+    steps = track(
+        range(0, len(files), BATCH),
+        "explaining",
+        console=progress,
+        disable=len(files) <= BATCH,
+        transient=True,
+    )
+    for start in steps:
+        batch = _readable(files[start : start + BATCH], model, album.refused)
+        if not batch:
+            continue
+        images = torch.stack([image for _, image in batch])
+        e = _explain(model, images, targets, request)
+        for (file, image), one in zip(batch, _each(e), strict=True):
+            section, result = _show(file, names[file], image, one, request, out)
+            sections.append(section)
+            album.results.append(result)
+    if sections:
+        album.page = out / "page.html"
+        album.page.write_text(build_page(_title(len(sections)), _lead(model, request), sections))
+    return album
+
+
+def _check_request(request: Request, model: BcosModel) -> list[int | str] | None:
+    """The classes asked for, as `explain` takes them; None for the most likely ones."""
+    count = model.num_classes or 1
+    if request.delta and len(request.classes) < 2 and request.top < 2:
+        raise ValueError("`--delta` compares two classes: add --top 2, or two with --classes.")
+    if request.style not in ("paper", "released"):
+        raise ValueError(f"`--style` (={request.style!r}) must be 'paper' or 'released'.")
+    if (request.layer is None) != (request.unit is None):
+        raise ValueError("`--layer` and `--unit` go together: name the layer and its unit.")
+    if request.top > count:
+        raise ValueError(f"`--top` (={request.top}) must be at most {count}, the model's classes.")
+    if not request.classes:
+        return None
+    known = model.classes or ()
+    return [c if c in known or not c.isdigit() else int(c) for c in request.classes]
+
+
+def _readable(
+    files: Sequence[Path], model: BcosModel, refused: list[str]
+) -> list[tuple[Path, Tensor]]:
+    batch = []
+    for file in files:
+        try:
+            batch.append((file, read_image(file, model.input_size, model.in_channels)))
+        except ImageError as error:
+            refused.append(str(error))
+    return batch
+
+
+def _explain(
+    model: BcosModel, images: Tensor, targets: list[int | str] | None, request: Request
+) -> Explanation:
+    device = next(model.parameters()).device
+    on_device = images.to(device)
+    if request.layer is not None:
+        return explain(model, on_device, layer=request.layer, unit=request.unit).to("cpu")
+    if targets is not None:
+        return explain(model, on_device, targets).to("cpu")
+    with torch.no_grad():
+        logits = model(on_device)
+        assert isinstance(logits, Tensor)
+        best = logits.topk(request.top, dim=1).indices
+    return explain(model, on_device, best).to("cpu")
+
+
+def _each(e: Explanation) -> Iterator[Explanation]:
+    for i in range(len(e)):
+        yield e[i]
+
+
+def _show(
+    file: Path, name: str, image: Tensor, e: Explanation, request: Request, out: Path
+) -> tuple[Section, Result]:
+    pictures, maps = render.colour(e, style=request.style)[0], render.contributions(e)[0]
+    photo = (image.expand(3, -1, -1).permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
+    panels, files, rows = [Panel("input", photo, f"{photo.shape[1]}×{photo.shape[0]} px")], [], []
+    out.mkdir(parents=True, exist_ok=True)
+    for k in range(e.outputs.shape[1]):
+        row = _row(e, k)
+        rows.append(row)
+        share = "" if row.probability is None else f", {row.probability:.1%}"
+        panels.append(Panel(row.name, pictures[k], f"W(x) in colour{share}"))
+        panels.append(Panel(row.name, maps[k], f"contributions, sum {_total(e, k):.2f}"))
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", row.name).strip("-")
+        files.append(_write(out / f"{name}-{slug}.png", pictures[k]))
+        files.append(_write(out / f"{name}-{slug}-contributions.png", maps[k]))
+    if request.delta:
+        difference = render.delta(e, 0, 1)[0]
+        panels.append(Panel(f"{rows[0].name} − {rows[1].name}", difference, "orange: the first"))
+        files.append(_write(out / f"{name}-delta.png", difference))
+    header = ("explained", "probability", "output", "residual")
+    section = Section(str(file), panels, header, [row.cells() for row in rows])
+    return section, Result(file, tuple(rows), tuple(files))
+
+
+def _row(e: Explanation, k: int) -> Row:
+    value = e.outputs[0, k].item()
+    probability = torch.sigmoid(e.outputs[0, k].float()).item() if e.layer is None else None
+    name = render.target_name(e, 0, k, e.classes)
+    return Row(name, int(e.targets[0, k]), value, probability, e.residual[0, k].item())
+
+
+def _total(e: Explanation, k: int) -> float:
+    return e.contributions[0, k].sum().item()
+
+
+def _write(path: Path, picture: np.ndarray) -> Path:
+    path.write_bytes(png(picture))
+    return path
+
+
+def _unique_names(files: Sequence[Path]) -> dict[Path, str]:
+    """A name for each file's pictures: its stem, numbered where two have the same."""
+    names: dict[Path, str] = {}
+    used: set[str] = set()
+    for file in files:
+        name, number = file.stem, 1
+        while name in used:
+            number += 1
+            name = f"{file.stem}-{number}"
+        used.add(name)
+        names[file] = name
+    return names
+
+
+def _title(count: int) -> str:
+    return f"{count} image{'s'[: count != 1]}, explained"
+
+
+def _lead(model: BcosModel, request: Request) -> str:
+    what = model.architecture.name or (model.report.architecture if model.report else "network")
+    opacity = {
+        "paper": "Opacity as in the paper, not smoothed.",
+        "released": "Opacity smoothed over 15×15 pixels, as in the authors' code.",
+    }[request.style]
+    return (
+        f"Each output of this B-cos {what} is W(x)·x + bias, exactly. The coloured pictures show "
+        "the row of W(x) that made an output, the maps what each pixel added (red) or took (blue). "
+        f"{opacity} The residual is what W(x)·x + bias misses by rounding."
+    )

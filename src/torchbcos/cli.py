@@ -1,0 +1,166 @@
+"""The command `torchbcos`: wiring only."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    help="Vision networks that explain themselves.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+# Results go to the output, progress and complaints to the error stream.
+output, errors = Console(), Console(stderr=True)
+
+
+def main() -> None:
+    """The entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
+    try:
+        app()
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        fail(str(error))
+
+
+def fail(sentence: str) -> NoReturn:
+    errors.print(
+        f"torchbcos: {' '.join(sentence.split())}", style="red", markup=False, soft_wrap=True
+    )
+    sys.exit(2)
+
+
+@app.callback()
+def _common() -> None:
+    """Vision networks that explain themselves."""
+
+
+@app.command(
+    epilog="Example: torchbcos explain photos/*.jpg --top 3 --out explained",
+)
+def explain(
+    images: Annotated[list[str], typer.Argument(help="Image files, folders or globs.")],
+    model: Annotated[str, typer.Option(help="A file from torchbcos.save, or a bundled name.")] = "",
+    classes: Annotated[
+        str, typer.Option(help="Explain these: names or numbers, comma-separated.")
+    ] = "",
+    top: Annotated[int, typer.Option(help="Explain the K most likely classes.", min=1)] = 1,
+    layer: Annotated[str, typer.Option(help="Explain a unit of this layer instead.")] = "",
+    unit: Annotated[str, typer.Option(help="The unit: a channel, or channel,y,x.")] = "",
+    delta: Annotated[bool, typer.Option(help="Also show class 1 against class 2.")] = False,
+    style: Annotated[
+        str, typer.Option(help="Pictures as in the 'paper' or as 'released'.")
+    ] = "paper",
+    out: Annotated[Path, typer.Option(help="Folder for pictures and page.")] = Path("out"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
+) -> None:
+    """Explain images: a table of classes, pictures, and a page that shows them side by side."""
+    from torchbcos.album import Request, make_album
+    from torchbcos.checkpoint import default_name, load
+
+    request = Request(
+        classes=tuple(c.strip() for c in classes.split(",") if c.strip()),
+        top=top,
+        layer=layer or None,
+        unit=_unit(unit),
+        delta=delta,
+        style=style,
+    )
+    network = load(model or default_name(), device=device)
+    run = make_album(images, network, request, out, errors)
+    if as_json:
+        sys.stdout.write(json.dumps(run.as_json(), indent=1) + "\n")
+    else:
+        for result in run.results:
+            table = Table(title=str(result.file), title_justify="left")
+            for column in ("explained", "probability", "output", "residual"):
+                table.add_column(column, justify="left" if column == "explained" else "right")
+            for row in result.rows:
+                table.add_row(*row.cells())
+            output.print(table)
+        if run.page is not None:
+            output.print(f"Open {run.page}", soft_wrap=True, markup=False)
+    for sentence in run.refused:
+        errors.print(f"torchbcos: {sentence}", style="red", markup=False, soft_wrap=True)
+    if run.refused:
+        raise typer.Exit(2)
+
+
+def _unit(text: str) -> int | tuple[int, int, int] | None:
+    if not text:
+        return None
+    try:
+        parts = [int(p) for p in text.split(",")]
+        if len(parts) == 1:
+            return parts[0]
+        channel, y, x = parts
+        return channel, y, x
+    except ValueError:
+        raise ValueError(
+            f"`--unit` (={text!r}) must be a channel, as in 17, or channel,y,x, as in 17,3,4."
+        ) from None
+
+
+@app.command(
+    epilog="Example: torchbcos convert mobilenet_v3_small --max-out 1",
+)
+def convert(
+    arch: Annotated[str, typer.Argument(help="cifar9, a torchvision network, or timm/NAME.")],
+    b: Annotated[float, typer.Option("--b", help="The exponent B.")] = 2.0,
+    max_out: Annotated[int, typer.Option(help="MaxOut units.")] = 2,
+    norm: Annotated[str, typer.Option(help="'none' to remove norms, or 'uncentred'.")] = "none",
+    head: Annotated[
+        str, typer.Option(help="Classify before pooling ('conv') or after ('pool').")
+    ] = "conv",
+    num_classes: Annotated[int, typer.Option(help="How many classes.", min=1)] = 1000,
+    allow: Annotated[
+        bool, typer.Option(help="Keep operations that break W(x)·x = output.")
+    ] = False,
+    each: Annotated[bool, typer.Option(help="List every operation, not only how many.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Convert an architecture and print what became of each of its operations."""
+    from torchbcos.models import create_model
+
+    model = create_model(
+        arch,
+        num_classes=num_classes,
+        b=b,
+        max_out=max_out,
+        norm=None if norm == "none" else norm,
+        head=head,
+        strict=not allow,
+    )
+    report = model.report
+    assert report is not None
+    parameters = sum(p.numel() for p in model.parameters())
+    if as_json:
+        document = {
+            "architecture": report.architecture,
+            "parameters": parameters,
+            "dynamic_linear": report.dynamic_linear,
+            "breaks": list(report.breaks),
+            "note": report.note,
+            "changes": [vars(change) for change in report.changes],
+        }
+        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+        return
+    if each:
+        table = Table("place", "operation", "became")
+        for change in report.changes:
+            table.add_row(change.place, change.operation, change.became)
+        output.print(table)
+    output.print(str(report), markup=False, highlight=False)
+    output.print(f"{parameters / 1e6:.1f} million parameters.", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Image files as tensors in 0..1, whatever Pillow can read; and why not, where it cannot."""
+
+from __future__ import annotations
+
+import glob
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+__all__ = ["ImageError", "find_images", "read_image"]
+
+
+class ImageError(ValueError):
+    """A file that is no usable image; the message is one sentence with the file's name."""
+
+
+def find_images(paths: Iterable[str]) -> list[Path]:
+    """Files, the images in folders (by their suffix), and what globs match, each once, in order."""
+    suffixes = set(Image.registered_extensions())
+    found: dict[Path, None] = {}
+    for text in paths:
+        path = Path(text)
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in suffixes)
+            if not inside:
+                raise ImageError(f"{path} is a folder without images: name a file or another one.")
+            found.update(dict.fromkeys(inside))
+        elif path.exists() or not glob.has_magic(text):
+            found[path] = None  # a missing file is reported when it is read
+        else:
+            matches = [Path(p) for p in sorted(glob.glob(text, recursive=True))]  # noqa: PTH207
+            if not matches:
+                raise ImageError(f"{text} matches no file: check the pattern.")
+            found.update(dict.fromkeys(p for p in matches if p.is_file()))
+    return list(found)
+
+
+def read_image(
+    path: Path | str, size: tuple[int, int] | None = None, channels: int = 3
+) -> Tensor:  # [channels, H, W]
+    """An image in 0..1, upright, on white where transparent, its first frame if it has several.
+
+    With `size` = (height, width) the largest centred part of that shape is cut out and resized.
+    """
+    if channels not in (1, 3):
+        raise ImageError(f"{path}: this model takes {channels} channels, image files give 1 or 3.")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            warnings.filterwarnings("ignore", category=UserWarning, module="PIL")
+            with Image.open(path) as file:
+                image = _to_rgb(ImageOps.exif_transpose(file), channels)
+                if size is not None:
+                    image = ImageOps.fit(image, (size[1], size[0]), Image.Resampling.BILINEAR)
+                pixels = np.array(image, dtype=np.float32)
+    except FileNotFoundError as error:
+        raise ImageError(f"{path} does not exist: check the name.") from error
+    except IsADirectoryError as error:
+        raise ImageError(f"{path} is a folder, not an image.") from error
+    except PermissionError as error:
+        raise ImageError(f"{path} may not be read: check its permissions.") from error
+    except UnidentifiedImageError as error:
+        raise ImageError(f"{path} is no image that Pillow can read.") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageError(
+            f"{path} is too large: reduce it to less than 89 million pixels."
+        ) from error
+    except ImageError:
+        raise
+    except Exception as error:  # damaged files raise nearly anything in Pillow's decoders
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ImageError(f"{path} is damaged and cannot be decoded ({reason}).") from error
+    if pixels.ndim == 2:
+        pixels = pixels[:, :, None]
+    return torch.from_numpy(pixels / 255).permute(2, 0, 1).contiguous()
+
+
+def _to_rgb(image: Image.Image, channels: int) -> Image.Image:
+    """8-bit RGB or grey, from any mode."""
+    if image.mode.startswith("I") or image.mode == "F":
+        values = np.asarray(image, dtype=np.float64)
+        low, high = float(np.nanmin(values)), float(np.nanmax(values))
+        if not (np.isfinite(values).all() and low >= 0 and high <= 65535):
+            raise ImageError(
+                f"{getattr(image, 'filename', 'the image')} has values from {low:g} to {high:g}: "
+                "scale them to 0..1, 8 or 16 bits."
+            )
+        unit = 65535 if image.mode.startswith("I") or high > 255 else 255 if high > 1 else 1
+        image = Image.fromarray((values / unit * 255).round().astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB" if channels == 3 else "L")
