@@ -5,6 +5,7 @@ row of it.
 """
 
 from torchbcos import encoding, functional, norms, render
+from torchbcos._version import __version__ as __version__
 from torchbcos.calibrate import calibrate, signal
 from torchbcos.checkpoint import load, save
 from torchbcos.explain import explain
@@ -12,8 +13,6 @@ from torchbcos.explanation import Explanation
 from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosConv1d, BcosConv2d, BcosConv3d, BcosLinear
 from torchbcos.models import BcosModel, convert, create_model, list_models
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BcosConv1d",

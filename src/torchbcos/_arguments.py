@@ -14,7 +14,7 @@ def is_int(value: object) -> bool:
 
 def int_tuple(name: str, value: int | Iterable[int], n: int, minimum: int) -> tuple[int, ...]:
     """`value` as `n` integers: one is repeated, as in torch."""
-    values = (value,) * n if isinstance(value, int) else tuple(value)
+    values = tuple(value) if isinstance(value, Iterable) else (value,) * n
     if len(values) == 1:
         values *= n
     if len(values) != n or not all(is_int(v) and v >= minimum for v in values):
@@ -24,7 +24,7 @@ def int_tuple(name: str, value: int | Iterable[int], n: int, minimum: int) -> tu
 
 
 def check_transform(b: float, max_out: int, scale: float) -> None:
-    if not (isinstance(b, int | float) and math.isfinite(b) and b >= 1):
+    if not (isinstance(b, int | float) and 1 <= b < math.inf):
         raise ValueError(
             f"`b` (={b!r}) must be a finite number of at least 1: 1 is a linear map, 2 the usual "
             "choice, larger values press harder for alignment."
@@ -34,7 +34,7 @@ def check_transform(b: float, max_out: int, scale: float) -> None:
             f"`max_out` (={max_out!r}) must be an integer of at least 1: 1 for no MaxOut, 2 as in "
             "the paper."
         )
-    if not (isinstance(scale, int | float) and math.isfinite(scale) and scale > 0):
+    if not (isinstance(scale, int | float) and 0 < scale < math.inf):
         raise ValueError(
             f"`scale` (={scale!r}) must be a positive finite number: 1.0 changes nothing."
         )
@@ -45,10 +45,11 @@ def check_groups(groups: int, in_channels: int, out_channels: int) -> None:
         raise ValueError(f"`groups` (={groups!r}) must be an integer of at least 1.")
     for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
         if channels % groups:
-            divisors = [d for d in range(1, channels + 1) if channels % d == 0]
+            common = math.gcd(in_channels, out_channels)
+            *others, last = [str(d) for d in range(1, common + 1) if common % d == 0]
+            choice = f"{', '.join(others)} or {last}" if others else last
             raise ValueError(
-                f"`groups` (={groups}) must divide `{name}` (={channels}): use "
-                f"{', '.join(map(str, divisors[:-1]))} or {divisors[-1]}."
+                f"`groups` (={groups}) must divide `{name}` (={channels}): use {choice}."
             )
 
 

@@ -27,7 +27,7 @@ from torchbcos.models import BcosModel
 
 __all__ = ["LayerSignal", "Signal", "calibrate", "signal"]
 
-LOGIT_RMS = 0.3
+LOGIT_RMS = 0.05
 
 
 def calibrate(model: BcosModel, images: Tensor, *, logit_rms: float = LOGIT_RMS) -> BcosModel:

@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from torchbcos._version import __version__
 from torchbcos.models import BcosModel, convert, create_model
 
 __all__ = ["CheckpointError", "default_name", "load", "save"]
@@ -64,7 +65,7 @@ def save(
     tensors = {name: _stored(value, half) for name, value in model.state_dict().items()}
     config = {
         "format": FORMAT,
-        "version": metadata.version("torchbcos"),
+        "version": __version__,
         "architecture": asdict(model.architecture),
         "encoding": ENCODING,
         "in_channels": model.in_channels,

@@ -1,128 +1,206 @@
-"""Data sets. `shapes` draws its own: objects on clutter, with the truth about where they are."""
+"""Image sets for training and evaluation: in memory on the device, or streamed from a folder."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
-__all__ = ["SHAPES", "Shapes", "shapes"]
+from torchbcos.images import ImageError, read_image
+from torchbcos.shapes import Shapes, shapes
 
-#: The classes of `shapes`.
-SHAPES = ("disc", "ring", "square", "triangle", "cross", "star", "crescent", "bars")
+__all__ = ["DataError", "ImageFiles", "Images", "Shapes", "Split", "open_data", "shapes"]
+
+_MEMORY_LIMIT = 4 << 30  # bytes of uint8 pixels that `open_data` keeps in memory
+
+
+class DataError(ValueError):
+    """A data set that cannot be used; the message is one sentence that says what to do."""
 
 
 @dataclass(frozen=True)
-class Shapes:
-    images: Tensor  # [N, 3, S, S] in 0..1
+class Images:
+    """A set held as one tensor."""
+
+    pixels: Tensor  # [N, C, H, W] uint8
     labels: Tensor  # [N]
-    masks: Tensor  # [N, S, S] bool: the object's pixels
-    boxes: Tensor  # [N, 4] (top, left, bottom, right) of the mask, bottom and right exclusive
-    classes: tuple[str, ...] = SHAPES
+    skipped: tuple[str, ...] = ()  # one sentence for each file left out
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device | str) -> Images:
+        return Images(self.pixels.to(device), self.labels.to(device), self.skipped)
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Images in 0..1 and labels."""
+        indices = indices.to(self.labels.device)
+        return self.pixels[indices].float() / 255, self.labels[indices]
 
 
-def shapes(count: int, *, size: int = 64, seed: int = 0, clutter: float = 1.0) -> Shapes:
-    """One object per image, of any colour, place, size and angle, on textured clutter.
+@dataclass(frozen=True)
+class ImageFiles:
+    """A set read from files when it is needed."""
 
-    The class is the shape alone: colours of object and ground are drawn from the same
-    distribution, and the clutter has blobs and stripes of its own. The same arguments give the
-    same images, and image i does not depend on `count`.
+    files: tuple[Path, ...]
+    labels: Tensor  # [N]
+    size: tuple[int, int]
 
-    >>> data = shapes(4, size=32, seed=1)
-    >>> data.images.shape, [data.classes[i] for i in data.labels]
-    (torch.Size([4, 3, 32, 32]), ['disc', 'ring', 'square', 'triangle'])
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, workers: int = 8, bad: str = "skip") -> Images:
+        """All of it in memory; with bad="fail" a file that cannot be read ends it, by name."""
+        with ThreadPoolExecutor(workers) as pool:
+            read = list(pool.map(self._try_read, range(len(self.files))))
+        skipped = tuple(str(r) for r in read if isinstance(r, ImageError))
+        if skipped and bad == "fail":
+            raise DataError(f"{len(skipped)} of {len(self)} files cannot be read; {skipped[0]}")
+        good = [i for i, r in enumerate(read) if not isinstance(r, ImageError)]
+        pixels = torch.stack([r for r in read if isinstance(r, Tensor)])
+        return Images(pixels, self.labels[good], skipped)
+
+    def _try_read(self, index: int) -> Tensor | ImageError:
+        try:
+            pixels = read_image(self.files[index], self.size)
+        except ImageError as error:
+            return error
+        return (pixels * 255).round().to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A training and a test set of the same classes."""
+
+    train: Images
+    test: Images
+    classes: tuple[str, ...]
+
+
+def open_data(
+    path: str | os.PathLike[str],
+    size: int | None = None,
+    *,
+    bad: str = "skip",
+    workers: int | None = None,
+) -> Split:
+    """A data set by its place: "shapes", a CIFAR-10 folder in any of its formats, or class folders.
+
+    A folder holds `train` and `val` or `test`, each with one folder for each class. Images are read
+    into memory at `size`, by default that of the first. `bad` says what becomes of a file that
+    cannot be read: "skip" it with a count, or "fail".
     """
-    if count < 1 or size < 16:
-        raise ValueError(f"`count` (={count}) and `size` (={size}) must be at least 1 and 16.")
-    block = 256  # drawn in blocks of their own seed, so that a prefix stays the same
-    parts = [
-        _draw(min(block, count - start), start, size, seed * 1_000_003 + start, clutter)
-        for start in range(0, count, block)
-    ]
-    images, labels, masks = (torch.cat(column) for column in zip(*parts, strict=True))
-    return Shapes(images, labels, masks, _boxes(masks))
+    if bad not in ("skip", "fail"):
+        raise DataError(f"`bad` (={bad!r}) must be 'skip' or 'fail'.")
+    if str(path) == "shapes":
+        return _shapes_split(size or 48)
+    root = Path(path)
+    if not root.is_dir():
+        raise DataError(f"{root} is no folder: name one with train and val, or 'shapes'.")
+    if (root / "data_batch_1.bin").exists() or (root / "cifar-10-batches-bin").is_dir():
+        return _cifar_binary(
+            root if (root / "data_batch_1.bin").exists() else root / "cifar-10-batches-bin"
+        )
+    if (root / "cifar-10-batches-py").is_dir():
+        return _cifar_python(root)
+    return _folders(root, size, bad, workers or min(16, (os.cpu_count() or 2) * 2))
 
 
-def _draw(
-    count: int, start: int, size: int, seed: int, clutter: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
-        # Drawn for a whole block, whatever `count`, so that each image keeps its numbers.
-        full = torch.rand(256, *shape, generator=generator)[:count]
-        return low + (high - low) * full
-
-    labels = (start + torch.arange(count)) % len(SHAPES)
-    radius = uniform(low=0.16, high=0.3)
-    centre = uniform(2, low=-0.5, high=0.5) * (1 - 2 * radius - 0.04)[:, None]
-    angle = uniform(high=2 * math.pi)
-    axis = (torch.arange(size) + 0.5) / size - 0.5
-    y, x = torch.meshgrid(axis, axis, indexing="ij")
-    dy, dx = y - centre[:, 0, None, None], x - centre[:, 1, None, None]
-    cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
-    u = (cos * dx + sin * dy) / radius[:, None, None]
-    v = (cos * dy - sin * dx) / radius[:, None, None]
-    masks = _inside(labels, u, v)
-
-    ground = _ground(size, clutter, uniform)
-    colour = uniform(3)
-    nearby = ground.mean((2, 3))
-    # An object of its ground's colour could not be seen: then it takes the opposite one.
-    hidden = (colour - nearby).abs().amax(1, keepdim=True) < 0.35
-    colour = torch.where(hidden, (nearby + 0.5) % 1.0, colour)
-    shade = 1 + 0.15 * uniform(1, low=-1.0)[..., None] * (u + v).clamp(-2, 2)
-    object_ = (colour[:, :, None, None] * shade[:, None]).clamp(0, 1)
-    images = torch.where(masks[:, None], object_, ground)
-    noise = uniform(3, size, size, low=-0.03, high=0.03)
-    return (images + noise).clamp(0, 1), labels, masks
+def _shapes_split(size: int) -> Split:
+    train, test = shapes(8192, size=size, seed=1), shapes(2048, size=size, seed=2)
+    sets = [Images((s.images * 255).round().to(torch.uint8), s.labels) for s in (train, test)]
+    return Split(sets[0], sets[1], train.classes)
 
 
-def _inside(labels: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Which points, in units of the object's radius, are inside each of the shapes."""
-    r = (u.square() + v.square()).sqrt()
-    angle = torch.atan2(v, u)
-    edge = torch.stack([u * math.sin(a) - v * math.cos(a) for a in (0.0, 2.0944, 4.1888)])
-    kinds = {
-        "disc": r < 0.85,
-        "ring": (r < 0.95) & (r > 0.5),
-        "square": (u.abs() < 0.72) & (v.abs() < 0.72),
-        "triangle": edge.amax(0) < 0.45,
-        "cross": (torch.minimum(u.abs(), v.abs()) < 0.24)
-        & (torch.maximum(u.abs(), v.abs()) < 0.95),
-        "star": r < 0.62 + 0.36 * torch.cos(5 * angle),
-        "crescent": (r < 0.9) & ((u - 0.42).square() + v.square() > 0.55),
-        "bars": (v.abs() < 0.8) & (((u + 0.9) % 0.72) < 0.36) & (u.abs() < 0.9),
-    }
-    chosen = torch.stack([kinds[name] for name in SHAPES])  # [K, N, S, S]
-    return chosen[labels, torch.arange(len(labels))]
+_CIFAR_CLASSES = (
+    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+)  # fmt: skip
 
 
-def _ground(size: int, clutter: float, draw: Callable[..., Tensor]) -> Tensor:
-    """Smooth noise at three scales around a base colour, with stripes and soft blobs."""
-    ground = draw(3)[:, :, None, None].expand(-1, -1, size, size)
-    for cells, strength in ((3, 0.25), (7, 0.18), (17, 0.12)):
-        coarse = draw(3, cells, cells, low=-strength, high=strength) * clutter
-        ground = ground + F.interpolate(coarse, (size, size), mode="bilinear")
-    axis = torch.linspace(-1, 1, size)
-    y, x = torch.meshgrid(axis, axis, indexing="ij")
-    direction, frequency = draw(1, 1, high=math.pi), draw(1, 1, low=3.0, high=14.0)
-    stripes = torch.sin(frequency * (x * direction.cos() + y * direction.sin()))[:, None]
-    ground = ground + 0.1 * clutter * draw(3, 1, 1, low=-1.0) * stripes
-    for _ in range(4):
-        place, width = draw(2, 1, 1, low=-1.0), draw(1, 1, low=0.02, high=0.12)
-        distance = (y - place[:, 0]).square() + (x - place[:, 1]).square()
-        blob = torch.exp(-distance / width)[:, None]
-        ground = ground + clutter * draw(3, 1, 1, low=-0.5, high=0.5) * blob
-    return ground.clamp(0, 1)
+def _cifar_binary(folder: Path) -> Split:
+    def read(names: Sequence[str]) -> Images:
+        rows = []
+        for name in names:
+            try:
+                raw = np.fromfile(folder / name, dtype=np.uint8)
+            except OSError as error:
+                raise DataError(f"{folder / name} cannot be read: is the copy complete?") from error
+            if len(raw) != 10_000 * 3073:
+                raise DataError(
+                    f"{folder / name} has {len(raw)} bytes, not 30730000: copy it again."
+                )
+            rows.append(torch.from_numpy(raw.reshape(-1, 3073)))
+        table = torch.cat(rows)
+        return Images(table[:, 1:].reshape(-1, 3, 32, 32).contiguous(), table[:, 0].long())
+
+    train = read([f"data_batch_{i}.bin" for i in range(1, 6)])
+    return Split(train, read(["test_batch.bin"]), _CIFAR_CLASSES)
 
 
-def _boxes(masks: Tensor) -> Tensor:
-    rows, columns = masks.any(2).int(), masks.any(1).int()
-    ends = [rows.argmax(1), columns.argmax(1)]
-    ends += [line.shape[1] - line.flip(1).argmax(1) for line in (rows, columns)]
-    return torch.stack(ends, 1)
+def _cifar_python(root: Path) -> Split:
+    from torchvision.datasets import CIFAR10
+
+    try:  # torchvision compares checksums before it unpickles
+        sets = [CIFAR10(root, train=train, download=False) for train in (True, False)]
+    except RuntimeError as error:
+        raise DataError(f"{root}/cifar-10-batches-py is not complete or was changed.") from error
+    train, test = (
+        Images(torch.from_numpy(s.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(s.targets))
+        for s in sets
+    )
+    return Split(train, test, tuple(sets[0].classes))
+
+
+def _folders(root: Path, size: int | None, bad: str, workers: int) -> Split:
+    folder = {name: root / name for name in ("train", "val", "test") if (root / name).is_dir()}
+    if "train" not in folder or len(folder) < 2:
+        raise DataError(f"{root} must hold the folders train and val (or test).")
+    test_folder = folder.get("val") or folder["test"]
+    classes = _class_names(folder["train"])
+    unknown = sorted(set(_class_names(test_folder)) - set(classes))
+    if unknown:
+        raise DataError(f"{test_folder} has the class {unknown[0]!r}, which train lacks.")
+    listed = [_list_files(f, classes) for f in (folder["train"], test_folder)]
+    if size is None:
+        with Image.open(listed[0][0][0]) as first:
+            size = min(first.size)
+    total = sum(len(files) for files, _ in listed) * 3 * size * size
+    if total > _MEMORY_LIMIT:
+        raise DataError(
+            f"{root} takes {total / 2**30:.1f} GiB at {size} px, more than is kept in memory: "
+            "give a smaller `size`."
+        )
+    train, test = (
+        ImageFiles(tuple(files), labels, (size, size)).read(workers, bad)
+        for files, labels in listed
+    )
+    return Split(train, test, classes)
+
+
+def _class_names(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(p.name for p in folder.iterdir() if p.is_dir()))
+
+
+def _list_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tensor]:
+    suffixes = set(Image.registered_extensions())
+    files: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        inside = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in suffixes)
+        if not inside:
+            raise DataError(f"{folder / name} holds no images: fill it or remove the class.")
+        files += inside
+        labels += [label] * len(inside)
+    return files, torch.tensor(labels)
+
+
+def batches(count: int, batch: int) -> Iterator[Tensor]:
+    """Indices 0..count in order, in batches."""
+    yield from torch.arange(count).split(batch)

@@ -85,10 +85,10 @@ def check_values(images: Tensor) -> None:
         return
     if low >= 0 and high > 2:
         remedy = f"they look like 0..{255 if high <= 255 else 65535}; divide by that"
-    elif low < -slack and high <= 1 + slack and low >= -1 - slack:
-        remedy = "they look scaled to -1..1; use (images + 1) / 2"
     elif low >= -0.2 and high <= 1.2:
         remedy = "they overshoot a little, as after a bicubic resize; use images.clamp(0, 1)"
+    elif low >= -1 - slack and high <= 1 + slack:
+        remedy = "they look scaled to -1..1; use (images + 1) / 2"
     else:
         remedy = (
             "they look normalised by mean and deviation; leave that transform out, the model needs "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.explanation import Explanation
-from torchbcos.functional import collect_offsets
+from torchbcos.functional import collect_offsets, record_factors, replay_factors
 from torchbcos.models import BcosModel
 from torchbcos.tap import tap
 
@@ -39,6 +39,7 @@ def explain(
     layer: str | None = None,
     unit: Unit | Sequence[Unit] | None = None,
     chunk: int = DEFAULT_CHUNK,
+    create_graph: bool = False,
 ) -> Explanation:
     """W(x) of each image for its predicted class, for `targets`, or for units of `layer`.
 
@@ -47,6 +48,9 @@ def explain(
     (explained where it is strongest), (channel, y, x), a function from the activation [N, C, H, W]
     to one value per image [N], or a list of these. At most `chunk` images are in memory at once.
     The model and the images are left as they were.
+
+    With `create_graph` the explanation is differentiable, by the weights and by the images, and can
+    stand in a loss; this takes a second forward pass.
 
     >>> import torchbcos as tb
     >>> model = tb.create_model("cifar9", preset="paper").eval()
@@ -71,7 +75,9 @@ def explain(
         )
     units: list[Any] = list(unit) if isinstance(unit, list) else [unit]
     parts = [
-        _explain_chunk(model, part, _targets_of(targets, i, chunk, len(images)), layer, units)
+        _explain_chunk(
+            model, part, _targets_of(targets, i, chunk, len(images)), layer, units, create_graph
+        )
         for i, part in enumerate(images.split(chunk))
     ]
     joined = {
@@ -88,25 +94,31 @@ def _explain_chunk(
     targets: Targets,
     layer: str | None,
     units: Sequence[Unit | None],
+    create_graph: bool,
 ) -> Explanation:
+    network = getattr(model, "network", model)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        x = _network_input(model, images).requires_grad_()
-        offsets = stack.enter_context(collect_offsets())
+        given = _network_input(model, images if create_graph else images.detach())
+        x = given.detach().requires_grad_()
+        if create_graph:
+            with record_factors() as tape:
+                _ = tap(network, layer, given) if layer is not None else _logits(model, given)
+            offsets = stack.enter_context(replay_factors(tape))
+        else:
+            offsets = stack.enter_context(collect_offsets())
         positions = None
         if layer is None:
             logits = _logits(model, x)
             indices = _resolve_targets(targets, logits, getattr(model, "classes", None))
             values = logits.gather(1, indices)
         else:
-            activation = tap(getattr(model, "network", model), layer, x)
-            values, indices, positions = _pick_units(activation, units, layer)
-        rows, bias = _rows(values, x, offsets)
-    with torch.no_grad():
+            values, indices, positions = _pick_units(tap(network, layer, x), units, layer)
+        rows, bias = _rows(values, x, offsets, create_graph)
+        outputs = values if create_graph else values.detach()
         wide = torch.promote_types(x.dtype, torch.float32)
-        contributions = (rows.to(wide) * x.detach().to(wide)[:, None]).sum(2)
-        outputs = values.detach()
+        contributions = (rows.to(wide) * given.to(wide)[:, None]).sum(2)
         residual = outputs.to(wide) - (contributions.sum((2, 3)) + bias)
     return Explanation(
         outputs=outputs,
@@ -122,7 +134,9 @@ def _explain_chunk(
     )
 
 
-def _rows(values: Tensor, x: Tensor, offsets: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _rows(
+    values: Tensor, x: Tensor, offsets: Sequence[Tensor], create_graph: bool
+) -> tuple[Tensor, Tensor]:
     """Rows of W(x), [N, K, C, H, W], and the offsets' share of each value, [N, K].
 
     Images do not mix, so one backward pass gives a row for each image of the batch.
@@ -132,13 +146,14 @@ def _rows(values: Tensor, x: Tensor, offsets: Sequence[Tensor]) -> tuple[Tensor,
     for column in values.unbind(1):
         # fmt: off
         grads = torch.autograd.grad(column.sum(), [x, *offsets], retain_graph=True,
-                                    allow_unused=True)
+                                    create_graph=create_graph, allow_unused=True)
         # fmt: on
         rows.append(torch.zeros_like(x) if grads[0] is None else grads[0])
         bias = torch.zeros(len(x), dtype=wide, device=x.device)
         for grad, offset in zip(grads[1:], offsets, strict=True):
             if grad is not None:
-                bias += (grad.to(wide) * offset.detach().to(wide)).reshape(len(x), -1).sum(1)
+                own = offset if create_graph else offset.detach()
+                bias = bias + (grad.to(wide) * own.to(wide)).reshape(len(x), -1).sum(1)
         biases.append(bias)
     return torch.stack(rows, 1), torch.stack(biases, 1)
 
@@ -159,7 +174,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _network_input(model: nn.Module, images: Tensor) -> Tensor:
     """What W(x) multiplies: the encoded images, or for a bare network the images as they are."""
     dtype = next((p.dtype for p in model.parameters()), images.dtype)
-    images = images.detach().to(dtype)
+    images = images.to(dtype)
     return encode(images) if isinstance(model, BcosModel) else images.clone()
 
 

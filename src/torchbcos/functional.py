@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,7 @@ from torchbcos._arguments import (
 )
 
 __all__ = [
+    "FactorTape",
     "add_offset",
     "bcos_conv1d",
     "bcos_conv2d",
@@ -36,10 +39,14 @@ __all__ = [
     "hold",
     "in_explanation_mode",
     "offset",
+    "record_factors",
+    "replay_factors",
 ]
 
 _frozen: ContextVar[bool] = ContextVar("torchbcos_frozen", default=False)
 _offsets: ContextVar[list[Tensor] | None] = ContextVar("torchbcos_offsets", default=None)
+_tape: ContextVar[FactorTape | None] = ContextVar("torchbcos_tape", default=None)
+T = TypeVar("T")
 
 
 @contextmanager
@@ -57,11 +64,8 @@ def explanation_mode() -> Iterator[None]:
     >>> torch.autograd.grad(y, x)     # |cos| · ŵ
     (tensor([[0.6000, 0.0000]]),)
     """
-    token = _frozen.set(True)
-    try:
+    with _set(_frozen, True), _set(_tape, None):
         yield
-    finally:
-        _frozen.reset(token)
 
 
 def in_explanation_mode() -> bool:
@@ -70,19 +74,60 @@ def in_explanation_mode() -> bool:
 
 def hold(factor: Tensor) -> Tensor:
     """`factor`, constant for derivatives in `explanation_mode`, unchanged outside of it."""
-    return factor.detach() if _frozen.get() else factor
+    if not _frozen.get():
+        return factor
+    tape = _tape.get()
+    if tape is None:
+        return factor.detach()
+    if tape.replayed is not None:
+        return next(tape.replayed)
+    tape.factors.append(factor)
+    return factor
+
+
+@dataclass
+class FactorTape:
+    """The factors of one forward pass, in order; see `record_factors`."""
+
+    factors: list[Tensor] = field(default_factory=list)
+    replayed: Iterator[Tensor] | None = None
+
+
+@contextmanager
+def record_factors() -> Iterator[FactorTape]:
+    """Keep every factor that a forward pass meets, as a differentiable function of its inputs.
+
+    With `replay_factors` this makes W(x) itself differentiable: held constant for the derivative
+    that gives W(x), and yet exact in the next one, by the weights.
+    """
+    tape = FactorTape()
+    with explanation_mode(), _set(_tape, tape):
+        yield tape
+
+
+@contextmanager
+def replay_factors(tape: FactorTape) -> Iterator[list[Tensor]]:
+    """`collect_offsets`, with the recorded factors in place of those of this forward pass."""
+    replay = FactorTape(tape.factors, iter(tape.factors))
+    with collect_offsets() as offsets, _set(_tape, replay):
+        yield offsets
+
+
+@contextmanager
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @contextmanager
 def collect_offsets() -> Iterator[list[Tensor]]:
     """Explanation mode that also lists every offset added on the way (see `add_offset`)."""
     offsets: list[Tensor] = []
-    token = _offsets.set(offsets)
-    try:
-        with explanation_mode():
-            yield offsets
-    finally:
-        _offsets.reset(token)
+    with explanation_mode(), _set(_offsets, offsets):
+        yield offsets
 
 
 def offset(value: Tensor) -> Tensor:  # [N, …]
@@ -92,7 +137,10 @@ def offset(value: Tensor) -> Tensor:  # [N, …]
     """
     collected = _offsets.get()
     if collected is not None:
-        value = value.detach().requires_grad_(torch.is_grad_enabled())
+        # A tensor of its own, so that its derivative counts this use alone.
+        value = value.view_as(value) if value.requires_grad else value.detach()
+        if torch.is_grad_enabled():
+            value.requires_grad_()
         collected.append(value)
     return value
 
@@ -102,7 +150,7 @@ def add_offset(x: Tensor, value: Tensor | float) -> Tensor:
     if _offsets.get() is None:
         return x + value
     # One copy for each image, so that the derivatives tell the images apart.
-    value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    value = torch.as_tensor(value, dtype=torch.result_type(x, value), device=x.device)
     value = value.reshape((1,) * (x.dim() - value.dim()) + value.shape)
     return x + offset(value.expand(x.shape[0], *value.shape[1:]))
 
@@ -137,7 +185,7 @@ def bcos_linear(
     lin = F.linear(input, rows)
     if max_out > 1:
         lin = _max_unit(lin.unflatten(-1, (max_out, -1)), -2)
-    return ops.bcos_scale(lin, _sq_norm(input, b, -1), b, scale, _frozen.get())
+    return _scaled(lin, _sq_norm(input, b, -1), b, scale)
 
 
 def bcos_conv1d(
@@ -253,8 +301,14 @@ def _bcos_conv(
         sq_norm = ops.box_sum(sq_norm, kernel, stride, pad, dilation)
         if groups > 1:
             sq_norm = sq_norm.unsqueeze(2)
-    out = ops.bcos_scale(lin, sq_norm, b, scale, _frozen.get())
+    out = _scaled(lin, sq_norm, b, scale)
     return out.flatten(1, 2) if groups > 1 else out
+
+
+def _scaled(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
+    if b == 1 or not _frozen.get():
+        return ops.bcos_scale(lin, sq_norm, b, scale)
+    return ops.multiply(lin, hold(ops.bcos_factor(lin, sq_norm, b, scale)))
 
 
 def _sq_norm(x: Tensor, b: float, dim: int, groups: int = 1) -> Tensor:

@@ -31,16 +31,21 @@ def _variance(x: Tensor, dims: Sequence[int]) -> Tensor:
     return wide.var(tuple(dims), correction=0, keepdim=True)
 
 
-def _divide(x: Tensor, variance: Tensor, eps: float) -> Tensor:
-    return (x * hold((variance + eps).rsqrt())).to(x.dtype)
-
-
-def _affine(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...]
+def _normalise(
+    x: Tensor,
+    variance: Tensor,
+    eps: float,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: tuple[int, ...],
 ) -> Tensor:
+    out = x.to(accumulation_dtype(x.dtype))
     if weight is not None:
-        x = x * weight.view(shape)
-    return x if bias is None else add_offset(x, bias.view(shape))
+        out = out * weight.view(shape)
+    out = out * hold((variance + eps).rsqrt())
+    if bias is not None:
+        out = add_offset(out, bias.view(shape))
+    return out.to(x.dtype)
 
 
 class _UncentredBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -79,13 +84,13 @@ class _UncentredBatchNorm(nn.modules.batchnorm._BatchNorm):
                 self._track(variance.detach().flatten(), input.numel() // input.shape[1])
         else:
             variance = self.running_var.view(per_channel)
-        return _affine(_divide(input, variance, self.eps), self.weight, self.bias, per_channel)
+        return _normalise(input, variance, self.eps, self.weight, self.bias, per_channel)
 
     def _track(self, variance: Tensor, count: int) -> None:
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        rate: float | Tensor = 1 / self.num_batches_tracked
+        rate: float | Tensor = 1 / self.num_batches_tracked.to(self.running_var.dtype)
         if self.momentum is not None:
             rate = self.momentum
         unbiased = variance * (count / max(count - 1, 1))
@@ -123,7 +128,7 @@ class UncentredLayerNorm(nn.LayerNorm):
         if tuple(input.shape[-len(shape) :]) != shape:
             raise ValueError(f"`input` (shape {tuple(input.shape)}) must end in {shape}.")
         variance = _variance(input, range(-len(shape), 0))
-        return _affine(_divide(input, variance, self.eps), self.weight, self.bias, shape)
+        return _normalise(input, variance, self.eps, self.weight, self.bias, shape)
 
 
 class UncentredGroupNorm(nn.GroupNorm):
@@ -152,9 +157,9 @@ class UncentredGroupNorm(nn.GroupNorm):
             )
         grouped = input.unflatten(1, (self.num_groups, -1))
         variance = _variance(grouped, range(2, grouped.dim()))
-        per_channel = (1, -1) + (1,) * (input.dim() - 2)
-        x = _divide(grouped, variance, self.eps).flatten(1, 2)
-        return _affine(x, self.weight, self.bias, per_channel)
+        per_group = (1, self.num_groups, -1) + (1,) * (input.dim() - 2)
+        out = _normalise(grouped, variance, self.eps, self.weight, self.bias, per_group)
+        return out.flatten(1, 2)
 
 
 class UncentredPositionNorm(nn.Module):
@@ -194,8 +199,9 @@ class UncentredPositionNorm(nn.Module):
                 "its second dimension."
             )
         per_channel = (1, -1) + (1,) * (input.dim() - 2)
-        x = _divide(input, _variance(input, [1]), self.eps)
-        return _affine(x, self.weight, self.bias, per_channel)
+        return _normalise(
+            input, _variance(input, [1]), self.eps, self.weight, self.bias, per_channel
+        )
 
     def extra_repr(self) -> str:
         return f"{self.num_channels}, eps={self.eps}, affine={self.weight is not None}"

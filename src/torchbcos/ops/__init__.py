@@ -2,10 +2,20 @@
 
 from torchbcos.ops.reference import (
     accumulation_dtype,
+    bcos_factor,
     bcos_scale,
     box_sum,
+    multiply,
     sum_of_squares,
     unit_rows,
 )
 
-__all__ = ["accumulation_dtype", "bcos_scale", "box_sum", "sum_of_squares", "unit_rows"]
+__all__ = [
+    "accumulation_dtype",
+    "bcos_factor",
+    "bcos_scale",
+    "box_sum",
+    "multiply",
+    "sum_of_squares",
+    "unit_rows",
+]

@@ -36,8 +36,9 @@ def unit_rows(weight: Tensor) -> Tensor:
             [0.0000, 0.0000]])
     """
     w = weight.to(accumulation_dtype(weight.dtype))
-    norm = torch.linalg.vector_norm(w, dim=list(range(1, w.dim())), keepdim=True)
-    return (w / torch.where(norm > 0, norm, 1.0)).to(weight.dtype)
+    # Not vector_norm, whose second derivative is NaN at a zero row.
+    sq_norm = w.square().sum(list(range(1, w.dim())), keepdim=True)
+    return (w / torch.where(sq_norm > 0, sq_norm, 1.0).sqrt()).to(weight.dtype)
 
 
 def sum_of_squares(x: Tensor, dim: int, groups: int = 1) -> Tensor:
@@ -87,29 +88,36 @@ def box_sum(
     return x
 
 
-def bcos_scale(lin: Tensor, sq_norm: Tensor, b: float, scale: float, frozen: bool) -> Tensor:
+def bcos_scale(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
     """scale · lin · |lin/n|^(b-1); `sq_norm` = n² broadcasts against `lin`.
 
-    With `frozen` the value is the same to the bit, but the first derivative holds |lin/n|^(b-1)
-    constant, so that gradients by the input become rows of W(x).
-
-    >>> bcos_scale(torch.tensor([3.0, -4.0, 0.0]), torch.tensor(25.0), 2.0, 1.0, False)
+    >>> bcos_scale(torch.tensor([3.0, -4.0, 0.0]), torch.tensor(25.0), 2.0, 1.0)
     tensor([ 1.8000, -3.2000,  0.0000])
     """
     if b == 1:
         return lin if scale == 1 else lin * scale
-    if frozen:
-        wide = lin.to(accumulation_dtype(lin.dtype))
-        factor = _factor(wide.detach(), sq_norm.detach(), b, scale)
-        return (wide * factor).to(lin.dtype)
     out: Tensor = _BcosScale.apply(lin, sq_norm, b, scale)
     return out
 
 
-def _cosine(lin: Tensor, sq_norm: Tensor) -> tuple[Tensor, Tensor]:
+def bcos_factor(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
+    """scale · |lin/n|^(b-1), by which `bcos_scale` multiplies, in the type it computes in."""
+    c, _ = _cosine(lin.to(accumulation_dtype(lin.dtype)), sq_norm, b)
+    return _power(c, b - 1) * scale
+
+
+def multiply(lin: Tensor, factor: Tensor) -> Tensor:
+    """lin · factor, rounded to the type of `lin` once."""
+    return (lin.to(factor.dtype) * factor).to(lin.dtype)
+
+
+def _cosine(lin: Tensor, sq_norm: Tensor, b: float) -> tuple[Tensor, Tensor]:
     """(c, n). Where n is 0 so is lin, and any other divisor gives the right c = 0."""
     n = torch.where(sq_norm > 0, sq_norm, 1.0).sqrt()
-    return lin / n, n
+    c = lin / n
+    if b > 2:  # rounding makes |c| exceed 1 a little, which a large b amplifies
+        c = c + (c.clamp(-1, 1) - c).detach()
+    return c, n
 
 
 def _power(c: Tensor, p: float) -> Tensor:
@@ -121,19 +129,12 @@ def _power(c: Tensor, p: float) -> Tensor:
     return torch.where(nonzero, torch.where(nonzero, a, 1.0).pow(p), 0.0)
 
 
-def _factor(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
-    """scale · |c|^(b-1)."""
-    c, _ = _cosine(lin, sq_norm)
-    return _power(c, b - 1) * scale
-
-
 class _BcosScale(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
-        wide = lin.to(accumulation_dtype(lin.dtype))
-        return (wide * _factor(wide, sq_norm, b, scale)).to(lin.dtype)
+        return multiply(lin, bcos_factor(lin, sq_norm, b, scale))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -145,7 +146,7 @@ class _BcosScale(torch.autograd.Function):
         # Made of differentiable operations on the saved inputs, so it can be differentiated again.
         lin, sq_norm = ctx.saved_tensors
         wide_grad = grad.to(accumulation_dtype(grad.dtype))
-        c, n = _cosine(lin.to(accumulation_dtype(lin.dtype)), sq_norm)
+        c, n = _cosine(lin.to(accumulation_dtype(lin.dtype)), sq_norm, ctx.b)
         common = wide_grad * (_power(c, ctx.b - 1) * ctx.scale)
         grad_sq_norm = None
         if ctx.needs_input_grad[1]:
