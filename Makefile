@@ -13,7 +13,7 @@ $(READY): pyproject.toml
 	touch $@
 
 demo: setup
-	$(BIN)/python examples/first_explanation.py
+	$(BIN)/torchbcos explain examples/photos/cat.jpg --top 3 --delta --out out/demo
 
 test: check
 	$(BIN)/pytest -n auto -q
@@ -29,9 +29,10 @@ format: setup
 	$(BIN)/ruff check --fix
 
 bench: setup
-	$(BIN)/python benchmarks/layers.py
+	$(BIN)/python benchmarks/explain.py
 
 docs: setup
+	$(BIN)/python benchmarks/architectures.py --docs-only
 	$(BIN)/pytest -q --doctest-glob="*.md" README.md docs
 
 clean:

@@ -36,6 +36,7 @@ class Request:
     unit: int | tuple[int, int, int] | None = None
     delta: bool = False  # also the first target against the second
     style: str = "paper"
+    size: int | None = None  # pixels; None for the size the model was made for
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def make_album(
         transient=True,
     )
     for start in steps:
-        batch = _readable(files[start : start + BATCH], model, album.refused)
+        batch = _readable(files[start : start + BATCH], model, request.size, album.refused)
         if not batch:
             continue
         images = torch.stack([image for _, image in batch])
@@ -133,12 +134,13 @@ def _check_request(request: Request, model: BcosModel) -> list[int | str] | None
 
 
 def _readable(
-    files: Sequence[Path], model: BcosModel, refused: list[str]
+    files: Sequence[Path], model: BcosModel, size: int | None, refused: list[str]
 ) -> list[tuple[Path, Tensor]]:
     batch = []
+    shape = model.input_size if size is None else (size, size)
     for file in files:
         try:
-            batch.append((file, read_image(file, model.input_size, model.in_channels)))
+            batch.append((file, read_image(file, shape, model.in_channels)))
         except ImageError as error:
             refused.append(str(error))
     return batch
@@ -170,23 +172,26 @@ def _show(
 ) -> tuple[Section, Result]:
     pictures, maps = render.colour(e, style=request.style)[0], render.contributions(e)[0]
     photo = (image.expand(3, -1, -1).permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
-    panels, files, rows = [Panel("input", photo, f"{photo.shape[1]}×{photo.shape[0]} px")], [], []
+    groups = [[Panel("input", photo, f"{photo.shape[1]}×{photo.shape[0]} px")]]
+    files, rows = [], []
     out.mkdir(parents=True, exist_ok=True)
     for k in range(e.outputs.shape[1]):
         row = _row(e, k)
         rows.append(row)
         share = "" if row.probability is None else f", {row.probability:.1%}"
-        panels.append(Panel(row.name, pictures[k], f"W(x) in colour{share}"))
-        panels.append(Panel(row.name, maps[k], f"contributions, sum {_total(e, k):.2f}"))
+        total = e.contributions[0, k].sum().item()
+        picture = Panel(row.name, pictures[k], f"W(x) in colour{share}")
+        groups.append([picture, Panel(row.name, maps[k], f"contributions, sum {total:.2f}")])
         slug = re.sub(r"[^A-Za-z0-9]+", "-", row.name).strip("-")
         files.append(_write(out / f"{name}-{slug}.png", pictures[k]))
         files.append(_write(out / f"{name}-{slug}-contributions.png", maps[k]))
     if request.delta:
         difference = render.delta(e, 0, 1)[0]
-        panels.append(Panel(f"{rows[0].name} − {rows[1].name}", difference, "orange: the first"))
+        title = f"{rows[0].name} − {rows[1].name}"
+        groups.append([Panel(title, difference, f"orange: more for {rows[0].name}")])
         files.append(_write(out / f"{name}-delta.png", difference))
     header = ("explained", "probability", "output", "residual")
-    section = Section(str(file), panels, header, [row.cells() for row in rows])
+    section = Section(str(file), groups, header, [row.cells() for row in rows])
     return section, Result(file, tuple(rows), tuple(files))
 
 
@@ -195,10 +200,6 @@ def _row(e: Explanation, k: int) -> Row:
     probability = torch.sigmoid(e.outputs[0, k].float()).item() if e.layer is None else None
     name = render.target_name(e, 0, k, e.classes)
     return Row(name, int(e.targets[0, k]), value, probability, e.residual[0, k].item())
-
-
-def _total(e: Explanation, k: int) -> float:
-    return e.contributions[0, k].sum().item()
 
 
 def _write(path: Path, picture: np.ndarray) -> Path:

@@ -212,7 +212,7 @@ def _rebuild(config: dict[str, Any], module: nn.Module | None, path: Path) -> Bc
             f"{path} holds a model converted from a module of its author: pass that module, as in "
             "torchbcos.load(path, module=MyNetwork())."
         )
-    return create_model(name, **options)
+    return create_model(name, input_size=config["input_size"], **options)
 
 
 def _install(model: BcosModel, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -58,6 +58,7 @@ def explain(
     style: Annotated[
         str, typer.Option(help="Pictures as in the 'paper' or as 'released'.")
     ] = "paper",
+    size: Annotated[int, typer.Option(help="Pixels; 0 for the model's own size.", min=0)] = 0,
     out: Annotated[Path, typer.Option(help="Folder for pictures and page.")] = Path("out"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
@@ -73,6 +74,7 @@ def explain(
         unit=_unit(unit),
         delta=delta,
         style=style,
+        size=size or None,
     )
     network = load(model or default_name(), device=device)
     run = make_album(images, network, request, out, errors)

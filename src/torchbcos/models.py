@@ -160,6 +160,7 @@ def create_model(
     norm: str | None = None,
     head: str = "conv",
     preset: str | None = None,
+    input_size: int | Sequence[int] | None = None,
     classes: Sequence[str] | None = None,
     strict: bool = True,
     **options: Any,
@@ -179,7 +180,9 @@ def create_model(
         num_classes = 10 if name == "cifar9" else 1000
     conversion_options = {"b": b, "max_out": max_out, "norm": norm, "head": head, "strict": strict}
     build = _builder(name, {"num_classes": num_classes, **options})
-    conversion = _convert_lazily(build, conversion_options)
+    if input_size is None and name == "cifar9":
+        input_size = 32
+    conversion = _convert_lazily(build, {**conversion_options, "size": input_size})
     architecture = Architecture(name, {"num_classes": num_classes, **conversion_options, **options})
     model = _model(conversion, classes, architecture)
     if preset is not None:

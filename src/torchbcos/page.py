@@ -25,10 +25,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Section:
-    """One image's share of the page: panels, then a table."""
+    """One image's share of the page: groups of panels, then a table."""
 
     title: str
-    panels: Sequence[Panel]
+    groups: Sequence[Sequence[Panel]]  # panels that belong together stay together
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
 
@@ -46,7 +46,10 @@ def build_page(title: str, lead: str, sections: Sequence[Section]) -> str:
 
 
 def _section(section: Section) -> str:
-    panels = "\n".join(_panel(p) for p in section.panels)
+    groups = "\n".join(
+        "<div class=panels>" + "".join(_panel(p) for p in group) + "</div>"
+        for group in section.groups
+    )
     table = ""
     if section.rows:
         head = "".join(f"<th scope=col>{html.escape(c)}</th>" for c in section.header)
@@ -56,7 +59,7 @@ def _section(section: Section) -> str:
         )
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
     title = html.escape(section.title)
-    return f"<section><h2>{title}</h2><div class=panels>{panels}</div>{table}</section>"
+    return f"<section><h2>{title}</h2><div class=panels>{groups}</div>{table}</section>"
 
 
 def _panel(panel: Panel) -> str:
@@ -89,7 +92,7 @@ section {{ background: #fff; border: 1px solid var(--line); border-radius: 12px;
 .panels {{ display: flex; flex-wrap: wrap; gap: 1rem; }}
 figure {{ margin: 0; width: 224px; }}
 figure img {{ width: 224px; height: auto; border-radius: 6px; border: 1px solid var(--line);
-  display: block; background: #fff; image-rendering: auto; }}
+  display: block; background: #fff; image-rendering: pixelated; }}
 .title {{ font-weight: 600; font-size: .88rem; margin-bottom: .35rem; white-space: nowrap;
   overflow: hidden; text-overflow: ellipsis; }}
 figcaption {{ color: var(--soft); font-size: .8rem; margin-top: .3rem; }}

@@ -155,7 +155,11 @@ class _Run:
 
         torch.manual_seed(config.seed)
         self.model = create_model(
-            config.arch, classes=data.classes, preset=config.preset, **config.options
+            config.arch,
+            classes=data.classes,
+            preset=config.preset,
+            input_size=tuple(data.train.pixels.shape[2:]),
+            **config.options,
         ).to(fabric.device)
         if config.preset is None:
             calibrate(self.model, self._batch(0)[0])

@@ -14,7 +14,8 @@ from torchbcos._arguments import check_transform
 from torchbcos.convert.head import move_heads
 from torchbcos.convert.modules import replace_modules
 from torchbcos.convert.report import Change, Report
-from torchbcos.convert.rules import LEAF_NAMES, SIGNAL, Options, Rewriter, Value
+from torchbcos.convert.rewriter import SIGNAL, Options, Rewriter, Value
+from torchbcos.convert.rules import LEAF_NAMES, rule_for
 from torchbcos.convert.trace import TraceError, as_pair, first_channels, trace
 
 __all__ = ["Change", "Conversion", "Report", "convert_network"]
@@ -94,7 +95,7 @@ def _by_graph(
         inner.recompile()
         return inner
 
-    rewriter = Rewriter(gm, options, image, convert_auxiliary)
+    rewriter = Rewriter(gm, options, image, rule_for, convert_auxiliary)
     rewriter.run()
     if head == "conv":
         moved = move_heads(gm)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from torchbcos import norms
-from torchbcos.convert.rules import name_of
+from torchbcos.convert.rewriter import name_of
 from torchbcos.convert.trace import class_key, submodule
 from torchbcos.layers import BcosConv2d, BcosLinear
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torchbcos.convert.report import Change, Report
-from torchbcos.convert.rules import ACTIVATIONS, DROPOUTS, NORM_NAMES, NORMS, Options
+from torchbcos.convert.rewriter import Options
+from torchbcos.convert.rules import ACTIVATIONS, DROPOUTS, NORM_NAMES, NORMS
 from torchbcos.convert.trace import class_key
 from torchbcos.convert.twins import average_pool, bcos_convolution, bcos_linear, uncentred_norm
 from torchbcos.encoding import encode

@@ -1,20 +1,10 @@
-"""The rule table: what becomes of each operation of a conventional network.
-
-Going through the graph in order, every value is one of three kinds:
-
-- a *constant* does not depend on the image;
-- a *signal* is dynamic-linear: W(x)·x, plus offsets that no pixel owns;
-- a *factor* depends on the image in some other way. It may multiply a signal, because a factor can
-  be held constant in explanation mode just as |cos|^(b-1) is; anything else it reaches becomes a
-  factor too, and a network whose output is one does not decompose.
-"""
+"""The rule table: what becomes of each operation of a conventional network."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,35 +12,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from torchbcos import functional
-from torchbcos.convert.report import Change
-from torchbcos.convert.trace import class_key, is_auxiliary, submodule
+from torchbcos.convert.rewriter import CONSTANT, Kind, Rewriter, Rule, Value, name_of
+from torchbcos.convert.trace import class_key, is_auxiliary
 from torchbcos.convert.twins import average_pool, bcos_convolution, bcos_linear, uncentred_norm
 
-__all__ = ["LEAF_NAMES", "Kind", "Options", "Rewriter", "name_of"]
-
-
-class Kind(Enum):
-    CONSTANT = "constant"
-    SIGNAL = "signal"
-    FACTOR = "factor"
-
-
-@dataclass(frozen=True)
-class Value:
-    kind: Kind
-    raw: bool = False  # still the image, encoded to twice its channels: no layer has seen it yet
-    cause: str = ""  # for a factor: the operation that made it one
-
-
-@dataclass(frozen=True)
-class Options:
-    b: float
-    max_out: int
-    norm: str | None  # None or "uncentred"
-
-
-CONSTANT = Value(Kind.CONSTANT)
-SIGNAL = Value(Kind.SIGNAL)
+__all__ = ["LEAF_NAMES", "rule_for"]
 
 # Names are those of functions and methods, without a trailing or leading "i"/"_" for "in place",
 # and those of module classes in lower case. ReLU-like activations only shape a signal: they go.
@@ -86,133 +52,6 @@ SIZES = frozenset("size dim numel ndimension getattr".split())
 LEAF_NAMES = ACTIVATIONS | DROPOUTS | NORM_NAMES
 
 
-class Rewriter:
-    """Applies the table to one graph, in place, and keeps book."""
-
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        options: Options,
-        image: Value,
-        convert_auxiliary: Callable[[nn.Module, tuple[int, ...]], nn.Module],
-    ) -> None:
-        self.gm = gm
-        self.options = options
-        self.changes: list[Change] = []
-        self.breaks: list[str] = []
-        self._image = image
-        self.convert_auxiliary = convert_auxiliary
-        self._values: dict[fx.Node, Value] = {}
-        self._replaced: set[str] = set()
-
-    def run(self) -> None:
-        for node in list(self.gm.graph.nodes):
-            self._values[node] = self._visit(node)
-        self.gm.graph.eliminate_dead_code()
-        self.gm.delete_all_unused_submodules()
-        self.gm.recompile()
-
-    def _visit(self, node: fx.Node) -> Value:
-        if node.op == "placeholder":
-            image, self._image = self._image, CONSTANT
-            return image
-        if node.op == "get_attr":
-            return CONSTANT
-        inputs = [self._values[n] for n in node.all_input_nodes]
-        if node.op == "output":
-            for value in inputs:
-                if value.kind is Kind.FACTOR and value.cause not in self.breaks:
-                    self.breaks.append(value.cause)
-            return CONSTANT
-        if all(value.kind is Kind.CONSTANT for value in inputs):
-            return CONSTANT
-        if node.op == "call_module":
-            module = submodule(self.gm, node)
-            rule = _module_rule(module)
-            return rule(self, node, module)
-        return _NAMED.get(name_of(node), _unknown)(self, node, None)
-
-    # What rules are made of.
-
-    def value(self, argument: Any) -> Value:
-        return self._values[argument] if isinstance(argument, fx.Node) else CONSTANT
-
-    def joined(self, node: fx.Node) -> Value:
-        """The kind of a linear combination of the node's inputs."""
-        values = [self._values[n] for n in node.all_input_nodes]
-        for value in values:
-            if value.kind is Kind.FACTOR:
-                return value
-        return next(value for value in values if value.kind is Kind.SIGNAL)
-
-    def place(self, node: fx.Node) -> str:
-        if node.op == "call_module":
-            return str(node.target)
-        stack = node.meta.get("nn_module_stack") or {}
-        inside = [key for key in stack if key]
-        return f"{inside[-1]}: {name_of(node)}" if inside else name_of(node)
-
-    def note(self, node: fx.Node, became: str) -> None:
-        if node.op == "call_module":
-            operation = type(submodule(self.gm, node)).__name__
-        else:
-            operation = name_of(node)
-        self.changes.append(Change(self.place(node), operation, became))
-
-    def remove(self, node: fx.Node) -> Value:
-        self.note(node, "removed")
-        source = node.all_input_nodes[0]
-        node.replace_all_uses_with(source)
-        self.gm.graph.erase_node(node)
-        return self._values[source]
-
-    def replaced(self, node: fx.Node) -> bool:
-        """Whether this module was met before: one used twice is converted once."""
-        return str(node.target) in self._replaced
-
-    def put_module(self, node: fx.Node, module: nn.Module, became: str = "") -> None:
-        self.note(node, became or type(module).__name__)
-        self._replaced.add(str(node.target))
-        self.gm.add_submodule(str(node.target), module)
-
-    def put_function(
-        self, node: fx.Node, function: Callable[..., Any], args: tuple[Any, ...], became: str
-    ) -> None:
-        self.note(node, became)
-        node.op, node.target, node.args, node.kwargs = "call_function", function, args, {}
-
-    def insert(self, before: fx.Node, function: Callable[..., Any], *args: Any) -> fx.Node:
-        with self.gm.graph.inserting_before(before):
-            new = self.gm.graph.call_function(function, args)
-        self._values[new] = self.value(args[0])
-        return new
-
-    def factor(self, node: fx.Node) -> Value:
-        """The kind of a value that is no longer linear in the image."""
-        for n in node.all_input_nodes:
-            if self._values[n].kind is Kind.FACTOR:
-                return self._values[n]
-        return Value(Kind.FACTOR, cause=f"`{_operation(self.gm, node)}` at {self.place(node)}")
-
-
-Rule = Callable[[Rewriter, fx.Node, Any], Value]
-
-
-def name_of(node: fx.Node) -> str:
-    target: Any = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if name in ("fn", "<lambda>", ""):  # torch's boolean-dispatched functions carry no name
-        name = fx.node._get_qualified_name(target).rpartition(".")[2]
-    name = name.lower().strip("_").replace("_", "")
-    return {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "truediv": "div"}.get(
-        name, name
-    )
-
-
-def _operation(gm: fx.GraphModule, node: fx.Node) -> str:
-    return type(submodule(gm, node)).__name__ if node.op == "call_module" else name_of(node)
-
-
 # The rules.
 
 
@@ -230,7 +69,7 @@ def _size(r: Rewriter, node: fx.Node, _: Any) -> Value:
 
 
 def _unknown(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    r.note(node, "kept, not linear")
+    r.note(node, "kept as a factor")
     return r.factor(node)
 
 
@@ -376,7 +215,7 @@ def _scaled_sum(r: Rewriter, node: fx.Node, _: Any) -> Value:
     a, b, c = node.args
     product = r.insert(node, operator.mul, b, c)
     product.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
-    r._values[product] = r._visit(product)
+    r.values[product] = r.visit(product)
     node.target, node.args = operator.add, (a, product)
     return _sum(r, node, None)
 
@@ -435,7 +274,10 @@ _NAMED: dict[str, Rule] = _table(
 )
 
 
-def _module_rule(module: nn.Module) -> Rule:
+def rule_for(node: fx.Node, module: nn.Module | None) -> Rule:
+    """The rule for an operation: by the module's class, or by the function's or method's name."""
+    if module is None:
+        return _NAMED.get(name_of(node), _unknown)
     if isinstance(module, nn.modules.conv._ConvNd | nn.Linear):
         return _layer
     key = class_key(module)

@@ -1,0 +1,22 @@
+"""Explain a photo with a bundled model: every class score is W(x)·x + bias, to the last digit."""
+
+from pathlib import Path
+
+import torchbcos as tb
+from torchbcos.images import read_image
+
+HERE = Path(__file__).parent
+out = Path("out/explain_a_photo")
+
+model = tb.load("cifar10")
+image = read_image(HERE / "photos" / "cat.jpg", model.input_size)[None]  # [1, 3, 32, 32]
+
+e = tb.explain(model, image, targets=["cat", "dog"])
+print(e)
+for k, name in enumerate(["cat", "dog"]):
+    pixels, bias = e.contributions[0, k].sum().item(), e.bias[0, k].item()
+    print(f"{name}: {pixels:.4f} from the pixels {bias:+.4f} = {e.outputs[0, k].item():.4f}")
+
+out.mkdir(parents=True, exist_ok=True)
+tb.render.figure(image, e).savefig(out / "figure.png", dpi=120)
+print(f"Look at {out / 'figure.png'}")
