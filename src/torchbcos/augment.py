@@ -167,7 +167,8 @@ def _rotate(x: Tensor, angle: Tensor) -> Tensor:
 def _posterize(x: Tensor, m: float) -> Tensor:
     levels = 2 ** (8 - round(4 * m))
     step = 256 // levels
-    return torch.floor(x * 255 / step) * step / 255
+    posterised: Tensor = torch.floor(x * 255 / step) * step / 255
+    return posterised
 
 
 def _equalize(x: Tensor) -> Tensor:

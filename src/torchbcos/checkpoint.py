@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torchbcos._version import __version__
 from torchbcos.models import BcosModel, convert, create_model
 
-__all__ = ["CheckpointError", "default_name", "load", "save"]
+__all__ = ["CheckpointError", "default_name", "load", "save", "write_atomically"]
 
 FORMAT = 1
 _DTYPES = {
@@ -85,7 +85,7 @@ def save(
     header = {"torchbcos": text, "digest": _digest(text, tensors)}
     if not path.parent.is_dir():
         raise FileNotFoundError(f"`path` (={str(path)!r}): its folder does not exist; create it.")
-    _write_atomically(path, safetensors.torch.save(tensors, metadata=header))
+    write_atomically(path, safetensors.torch.save(tensors, metadata=header))
 
 
 def load(
@@ -129,7 +129,8 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
+    """`content` in `path` as a whole, or what was there before."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

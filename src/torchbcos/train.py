@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -20,12 +22,15 @@ from torch import Generator, Tensor, nn
 
 from torchbcos.augment import AUGMENTATIONS, Draws
 from torchbcos.calibrate import calibrate
-from torchbcos.checkpoint import save
+from torchbcos.checkpoint import save, write_atomically
 from torchbcos.data import Images, Split, open_data
 from torchbcos.layers import BcosLayer
 from torchbcos.models import BcosModel, create_model
 
 __all__ = ["TrainConfig", "TrainError", "evaluate", "train"]
+
+
+STATE = "state.safetensors"
 
 
 class TrainError(RuntimeError):
@@ -151,6 +156,8 @@ class _Run:
         self.steps_per_epoch = len(data.train) // config.batch
         self.total_steps = max(1, round(config.epochs * self.steps_per_epoch))
         self.step = 0
+        self._order: tuple[int, Tensor] | None = None  # (epoch, its shuffled indices)
+        self.metrics: dict[str, float] = {}
         self.started = time.monotonic()
 
         torch.manual_seed(config.seed)
@@ -208,13 +215,13 @@ class _Run:
         """This process's share of the step's batch: order and augmentation depend on it alone."""
         c, device = self.config, self.fabric.device
         epoch, within = divmod(step, self.steps_per_epoch)
-        if within == 0 or not hasattr(self, "_order") or self._epoch != epoch:
+        if self._order is None or self._order[0] != epoch:
             order = Generator().manual_seed(c.seed * 1_000_003 + epoch)
-            self._order = torch.randperm(len(self.data.train), generator=order).to(device)
-            self._epoch = epoch
+            shuffled = torch.randperm(len(self.data.train), generator=order).to(device)
+            self._order = (epoch, shuffled)
         world, rank = self.fabric.world_size, self.fabric.global_rank
         share = slice(rank * c.batch // world, (rank + 1) * c.batch // world)
-        indices = self._order[within * c.batch : (within + 1) * c.batch][share]
+        indices = self._order[1][within * c.batch : (within + 1) * c.batch][share]
         images, labels = self.data.train.batch(indices)
         draws = Draws(Generator(device).manual_seed(c.seed * 7919 + step), c.batch, share)
         for name in c.augment:
@@ -361,18 +368,94 @@ class _Run:
 
     # State on disk.
 
-    def save_state(self) -> None: ...
+    def save_state(self) -> None:
+        """Everything that a later process needs to go on as if this one had not ended."""
+        if not self.fabric.is_global_zero:
+            return
+        layers = {name: layer.scale for name, layer in self.model.bcos_layers()}
+        about = {
+            "step": self.step,
+            "seconds": time.monotonic() - self.started,
+            "config": _as_json(self.config),
+            "scales": layers,
+            "temperature": self.model.temperature,
+            "scaling": self.model.scaling,
+        }
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self._state().items()}
+        content = safetensors.torch.save(tensors, metadata={"state": json.dumps(about)})
+        write_atomically(self.out / STATE, content)
 
-    def load_state(self) -> None: ...
+    def load_state(self) -> None:
+        path = self.out / STATE
+        if not path.exists():
+            return  # nothing was finished yet: begin
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                about = json.loads(file.metadata()["state"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: remove it to begin anew.") from error
+        mine = _as_json(self.config)
+        for name, value in about["config"].items():
+            if mine[name] != value:
+                raise ValueError(
+                    f"`{name}` (={mine[name]!r}) must be {value!r}, as in the run to be resumed in "
+                    f"{self.out}: change it back, or choose another folder."
+                )
+        self._create_optimiser_state()
+        own = self._state()
+        with torch.no_grad():
+            for name, value in tensors.items():
+                own[name].copy_(value)
+        for name, layer in self.model.bcos_layers():
+            layer.scale = about["scales"][name]
+        self.model.temperature, self.model.scaling = about["temperature"], about["scaling"]
+        self.step = about["step"]
+        self.started = time.monotonic() - about["seconds"]
+        self._drop_later_metrics()
+
+    def _state(self) -> dict[str, Tensor]:
+        state = {f"model.{name}": t for name, t in self.model.state_dict(keep_vars=True).items()}
+        state |= {f"average.{i}": t for i, t in enumerate(self.averaged)}
+        for i, parameter in enumerate(self.model.parameters()):
+            for key, value in self.optimiser.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    state[f"optimiser.{i}.{key}"] = value
+        return state | {"loss": self.loss, "correct": self.correct}
+
+    def _create_optimiser_state(self) -> None:
+        """Optimisers make their state in the first step: take one that changes nothing."""
+        if self.optimiser.state:
+            return
+        kept = [p.detach().clone() for p in self.model.parameters()]
+        for p in self.model.parameters():
+            p.grad = torch.zeros_like(p)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        self._put(kept)
+
+    def _drop_later_metrics(self) -> None:
+        """Lines of epochs that were measured but not kept would stand twice."""
+        path = self.out / "metrics.jsonl"
+        if self.fabric.is_global_zero and path.exists():
+            lines = [line for line in path.read_text().splitlines() if line.strip()]
+            kept = [line for line in lines if json.loads(line)["step"] <= self.step]
+            write_atomically(path, "".join(line + "\n" for line in kept).encode())
 
     def finished_model(self) -> BcosModel:
         if self.averaged:
             self._put(self.averaged)
         self.model.eval()
         if self.fabric.is_global_zero:
-            provenance = {"config": dataclasses.asdict(self.config), "metrics": self.metrics}
+            provenance = {"config": _as_json(self.config), "metrics": self.metrics}
             save(self.model, self.out / "model.safetensors", provenance=provenance)
         return self.model
+
+
+def _as_json(config: TrainConfig) -> dict[str, Any]:
+    """The config as JSON gives it back, with lists for tuples."""
+    value: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return value
 
 
 @torch.no_grad()
