@@ -7,10 +7,12 @@ more: `b`, the exponent; `max_out`, how many adjacent rows of `weight` compete f
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -48,6 +50,32 @@ _offsets: ContextVar[list[Tensor] | None] = ContextVar("torchbcos_offsets", defa
 _tape: ContextVar[FactorTape | None] = ContextVar("torchbcos_tape", default=None)
 T = TypeVar("T")
 
+# Compiled code recompiles when a context variable changes, in versions of torch that know how to
+# look at one. In others it looks at `_entered`, which is the same for all threads: there, do not
+# run compiled models in one thread while another explains.
+_DYNAMO_READS_CONTEXTS = "ContextVarGetSource" in (
+    Path(torch.__file__).parent / "_dynamo" / "source.py"
+).read_text(encoding="utf-8")
+
+
+class _Entered:
+    """How many explanation modes are entered now, in any thread."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.times += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.times -= 1
+
+
+_entered = _Entered()
+
 
 @contextmanager
 def explanation_mode() -> Iterator[None]:
@@ -64,19 +92,21 @@ def explanation_mode() -> Iterator[None]:
     >>> torch.autograd.grad(y, x)     # |cos| · ŵ
     (tensor([[0.6000, 0.0000]]),)
     """
-    with _set(_frozen, True), _set(_tape, None):
+    with _entered, _set(_frozen, True), _set(_tape, None):
         yield
 
 
 def in_explanation_mode() -> bool:
-    return _frozen.get()
+    if _DYNAMO_READS_CONTEXTS or not torch.compiler.is_compiling():
+        return _frozen.get()
+    return _entered.times > 0
 
 
 def hold(factor: Tensor) -> Tensor:
     """`factor`, constant for derivatives in `explanation_mode`, unchanged outside of it."""
-    if not _frozen.get():
+    if not in_explanation_mode():
         return factor
-    tape = _tape.get()
+    tape = _local(_tape)
     if tape is None:
         return factor.detach()
     if tape.replayed is not None:
@@ -113,6 +143,13 @@ def replay_factors(tape: FactorTape) -> Iterator[list[Tensor]]:
         yield offsets
 
 
+def _local(variable: ContextVar[T | None]) -> T | None:
+    """The value here, or None in code that is compiled without being able to look."""
+    if _DYNAMO_READS_CONTEXTS or not torch.compiler.is_compiling():
+        return variable.get()
+    return None
+
+
 @contextmanager
 def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
     token = variable.set(value)
@@ -135,7 +172,7 @@ def offset(value: Tensor) -> Tensor:  # [N, …]
 
     An explanation needs these terms apart from W(x)·x; all of them pass through here.
     """
-    collected = _offsets.get()
+    collected = _local(_offsets)
     if collected is not None:
         # A tensor of its own, so that its derivative counts this use alone.
         value = value.view_as(value) if value.requires_grad else value.detach()
@@ -147,7 +184,7 @@ def offset(value: Tensor) -> Tensor:  # [N, …]
 
 def add_offset(x: Tensor, value: Tensor | float) -> Tensor:
     """x + value, for an `offset`; `value` broadcasts."""
-    if _offsets.get() is None:
+    if _local(_offsets) is None:
         return x + value
     # One copy for each image, so that the derivatives tell the images apart.
     value = torch.as_tensor(value, dtype=torch.result_type(x, value), device=x.device)
@@ -306,7 +343,7 @@ def _bcos_conv(
 
 
 def _scaled(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
-    if b == 1 or not _frozen.get():
+    if b == 1 or not in_explanation_mode():
         return ops.bcos_scale(lin, sq_norm, b, scale)
     return ops.multiply(lin, hold(ops.bcos_factor(lin, sq_norm, b, scale)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -165,7 +166,7 @@ def create_model(
     strict: bool = True,
     **options: Any,
 ) -> BcosModel:
-    """A B-cos model by name: `cifar9`, any torchvision classification network, or `timm/NAME`.
+    """A B-cos model by name: `cifar9`, `mini`, any torchvision classifier, or `timm/NAME`.
 
     `options` go to the architecture, as `growth_rate=22` to a DenseNet. `preset="paper"` sets the
     paper's γ, T and b; otherwise call `calibrate` before training.
@@ -177,11 +178,13 @@ def create_model(
     if classes is not None and num_classes is None:
         num_classes = len(classes)
     if num_classes is None:
-        num_classes = 10 if name == "cifar9" else 1000
+        num_classes = 10 if name in _OURS else 1000
     conversion_options = {"b": b, "max_out": max_out, "norm": norm, "head": head, "strict": strict}
     build = _builder(name, {"num_classes": num_classes, **options})
     if input_size is None and name == "cifar9":
         input_size = 32
+    if input_size is None and name == "mini":
+        input_size = 48
     conversion = _convert_lazily(build, {**conversion_options, "size": input_size})
     architecture = Architecture(name, {"num_classes": num_classes, **conversion_options, **options})
     model = _model(conversion, classes, architecture)
@@ -212,7 +215,7 @@ def list_models() -> list[str]:
     >>> "densenet121" in list_models()
     True
     """
-    return ["cifar9", *torchvision.models.list_models(module=torchvision.models)]
+    return [*_OURS, *torchvision.models.list_models(module=torchvision.models)]
 
 
 def _model(
@@ -230,8 +233,8 @@ def _model(
 
 
 def _builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
-    if name == "cifar9":
-        return lambda: _cifar9(**options)
+    if name in _OURS:
+        return lambda: _OURS[name](**options)
     if name.startswith("timm/"):
         return lambda: _timm_model(name.removeprefix("timm/"), options)
     if name not in list_models():
@@ -282,6 +285,21 @@ def _cifar9(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
         layers += [nn.Conv2d(before, after, 3, stride, padding=1), nn.ReLU()]
     layers += [nn.Conv2d(widths[-1], num_classes, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers)
+
+
+def _mini(num_classes: int, in_channels: int = 3, width: int = 32) -> nn.Module:
+    """Six layers and a classifier, quick enough for two cores of a CPU."""
+    widths = [in_channels, width, width, 2 * width, 2 * width, 3 * width, 3 * width]
+    layers: list[nn.Module] = []
+    for i, (before, after) in enumerate(itertools.pairwise(widths)):
+        kernel, stride = (5 if i == 0 else 3), 2 - i % 2
+        convolution = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2)
+        layers += [convolution, nn.BatchNorm2d(after), nn.ReLU()]
+    layers += [nn.Conv2d(widths[-1], num_classes, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers)
+
+
+_OURS: dict[str, Callable[..., nn.Module]] = {"cifar9": _cifar9, "mini": _mini}
 
 
 def _convert_lazily(build: Callable[[], nn.Module], options: dict[str, Any]) -> Conversion:

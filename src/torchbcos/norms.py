@@ -31,6 +31,13 @@ def _variance(x: Tensor, dims: Sequence[int]) -> Tensor:
     return wide.var(tuple(dims), correction=0, keepdim=True)
 
 
+def _reset_affine(weight: Tensor | None, bias: Tensor | None) -> None:
+    if weight is not None:
+        nn.init.ones_(weight)
+    if bias is not None:
+        nn.init.zeros_(bias)
+
+
 def _normalise(
     x: Tensor,
     variance: Tensor,
@@ -66,6 +73,10 @@ class _UncentredBatchNorm(nn.modules.batchnorm._BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
+
+    def reset_parameters(self) -> None:
+        self.reset_running_stats()
+        _reset_affine(self.weight, self.bias)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self.dims or input.shape[1] != self.num_features:
@@ -149,6 +160,9 @@ class UncentredGroupNorm(nn.GroupNorm):
         if not bias:
             self.register_parameter("bias", None)
 
+    def reset_parameters(self) -> None:
+        _reset_affine(self.weight, self.bias)
+
     def forward(self, input: Tensor) -> Tensor:
         if input.dim() < 2 or input.shape[1] != self.num_channels:
             raise ValueError(
@@ -187,10 +201,7 @@ class UncentredPositionNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        _reset_affine(self.weight, self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
         if input.dim() < 2 or input.shape[1] != self.num_channels:

@@ -28,9 +28,9 @@ class Shapes:
 def shapes(count: int, *, size: int = 64, seed: int = 0, clutter: float = 1.0) -> Shapes:
     """One object per image, of any colour, place, size and angle, on textured clutter.
 
-    The class is the shape alone: colours of object and ground are drawn from the same
-    distribution, and the clutter has blobs and stripes of its own. The same arguments give the
-    same images, and image i does not depend on `count`.
+    The class is the shape alone: objects have every hue, saturated and bright, whatever their
+    class, and the clutter, muted, has gradients, stripes and blobs of its own. The same arguments
+    give the same images, and image i does not depend on `count`.
 
     >>> data = shapes(4, size=32, seed=1)
     >>> data.images.shape, [data.classes[i] for i in data.labels]
@@ -70,11 +70,8 @@ def _draw(
     masks = _inside(labels, u, v)
 
     ground = _ground(size, clutter, uniform)
-    colour = uniform(3)
-    nearby = ground.mean((2, 3))
-    # An object of its ground's colour could not be seen: then it takes the opposite one.
-    hidden = (colour - nearby).abs().amax(1, keepdim=True) < 0.35
-    colour = torch.where(hidden, (nearby + 0.5) % 1.0, colour)
+    hue = uniform(1) + torch.tensor([0.0, 1 / 3, 2 / 3])
+    colour = (3 * (2 * (hue % 1) - 1).abs() - 1).clamp(0, 1)  # a point of the colour wheel
     shade = 1 + 0.15 * uniform(1, low=-1.0)[..., None] * (u + v).clamp(-2, 2)
     object_ = (colour[:, :, None, None] * shade[:, None]).clamp(0, 1)
     images = torch.where(masks[:, None], object_, ground)
@@ -104,20 +101,21 @@ def _inside(labels: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 def _ground(size: int, clutter: float, draw: Callable[..., Tensor]) -> Tensor:
     """Smooth noise at three scales around a base colour, with stripes and soft blobs."""
-    ground = draw(3)[:, :, None, None].expand(-1, -1, size, size)
-    for cells, strength in ((3, 0.25), (7, 0.18), (17, 0.12)):
+    base = draw(1, low=0.15, high=0.6) + draw(3, low=-0.08, high=0.08)
+    ground = base[:, :, None, None].expand(-1, -1, size, size)
+    for cells, strength in ((3, 0.12), (7, 0.1), (17, 0.08)):
         coarse = draw(3, cells, cells, low=-strength, high=strength) * clutter
         ground = ground + F.interpolate(coarse, (size, size), mode="bilinear")
     axis = torch.linspace(-1, 1, size)
     y, x = torch.meshgrid(axis, axis, indexing="ij")
     direction, frequency = draw(1, 1, high=math.pi), draw(1, 1, low=3.0, high=14.0)
     stripes = torch.sin(frequency * (x * direction.cos() + y * direction.sin()))[:, None]
-    ground = ground + 0.1 * clutter * draw(3, 1, 1, low=-1.0) * stripes
+    ground = ground + 0.06 * clutter * draw(1, 1, 1, low=-1.0) * stripes
     for _ in range(4):
         place, width = draw(2, 1, 1, low=-1.0), draw(1, 1, low=0.02, high=0.12)
         distance = (y - place[:, 0]).square() + (x - place[:, 1]).square()
         blob = torch.exp(-distance / width)[:, None]
-        ground = ground + clutter * draw(3, 1, 1, low=-0.5, high=0.5) * blob
+        ground = ground + clutter * draw(3, 1, 1, low=-0.25, high=0.25) * blob
     return ground.clamp(0, 1)
 
 

@@ -286,7 +286,8 @@ class _Run:
             tensor.detach().copy_(value)
         for state in self.optimiser.state.values():
             for value in state.values():
-                value.zero_()
+                if isinstance(value, Tensor):
+                    value.zero_()
 
         def replay(new_images: Tensor, new_labels: Tensor) -> None:
             images.copy_(new_images)
