@@ -164,5 +164,69 @@ def convert(
     output.print(f"{parameters / 1e6:.1f} million parameters.", highlight=False)
 
 
+@app.command(
+    epilog="Example: torchbcos train shapes --out runs/shapes --pictures 1",
+)
+def train(
+    data: Annotated[str, typer.Argument(help="'shapes', a CIFAR-10 folder, or class folders.")],
+    recipe: Annotated[str, typer.Option(help="A recipe's name, or a TOML file.")] = "",
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting, as in lr=3e-4.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the model and its metrics.")] = Path("run"),
+    resume: Annotated[bool, typer.Option(help="Go on from what is in the folder.")] = False,
+    pictures: Annotated[int, typer.Option(help="Draw explanations every K epochs.", min=0)] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the last metrics as JSON.")
+    ] = False,
+) -> None:
+    """Train a B-cos network; without a recipe, the one of the data's name, or the defaults."""
+    from torchbcos.train import TrainError, read_recipe
+    from torchbcos.train import train as run_training
+
+    config = read_recipe(data, recipe, change or [])
+    try:
+        model = run_training(config, out, console=errors, resume=resume, pictures=pictures)
+    except TrainError as error:
+        fail(str(error))
+    except KeyboardInterrupt as error:
+        errors.print(f"torchbcos: {error}", markup=False, soft_wrap=True)
+        raise typer.Exit(130) from error
+    metrics = model.provenance["metrics"]
+    if as_json:
+        sys.stdout.write(json.dumps(metrics) + "\n")
+    else:
+        output.print(f"{out}/model.safetensors: {metrics['test_accuracy']:.2%}", highlight=False)
+
+
+@app.command(
+    epilog="Example: torchbcos evaluate --model cifar10 --data data/cifar10",
+)
+def evaluate(
+    data: Annotated[str, typer.Option(help="'shapes', a CIFAR-10 folder, or class folders.")],
+    model: Annotated[str, typer.Option(help="A file from torchbcos.save, or a bundled name.")] = "",
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The accuracy of a model on the test images of a data set."""
+    from torchbcos.checkpoint import default_name, load
+    from torchbcos.data import open_data
+    from torchbcos.train import evaluate as measure
+
+    network = load(model or default_name(), device=device)
+    split = open_data(data, network.input_size[0])
+    if network.classes is not None and network.classes != split.classes:
+        fail(f"the model's classes ({', '.join(network.classes[:4])}, …) are not those of {data}.")
+    accuracy, loss = measure(network, split.test.to(device))
+    if as_json:
+        sys.stdout.write(
+            json.dumps({"accuracy": accuracy, "loss": loss, "images": len(split.test)}) + "\n"
+        )
+    else:
+        output.print(
+            f"{accuracy:.2%} of {len(split.test)} images, loss {loss:.4f}", highlight=False
+        )
+
+
 if __name__ == "__main__":
     main()

@@ -7,9 +7,11 @@ import json
 import math
 import signal as signals
 import time
-from collections.abc import Callable, Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from torchbcos.data import Images, Split, open_data
 from torchbcos.layers import BcosLayer
 from torchbcos.models import BcosModel, create_model
 
-__all__ = ["TrainConfig", "TrainError", "evaluate", "train"]
+__all__ = ["TrainConfig", "TrainError", "evaluate", "read_recipe", "train"]
 
 
 STATE = "state.safetensors"
@@ -102,6 +104,47 @@ class TrainConfig:
             return float(self.lr * 0.1 ** sum(epoch >= m for m in self.milestones))
         done = (epoch - self.warmup) / max(self.epochs - self.warmup, 1e-9)
         return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * min(done, 1))) / 2
+
+
+def read_recipe(data: str, recipe: str = "", changes: Sequence[str] = ()) -> TrainConfig:
+    """A config from a recipe's name or TOML file, with changes such as "lr=3e-4"."""
+    known = {p.name.removesuffix(".toml"): p for p in _recipe_folder().iterdir()}
+    if not recipe:
+        text = known[data].read_text() if data in known else ""
+    elif recipe in known:
+        text = known[recipe].read_text()
+    elif Path(recipe).is_file():
+        text = Path(recipe).read_text()
+    else:
+        raise ValueError(
+            f"`recipe` (={recipe!r}) must be a TOML file or one of {', '.join(sorted(known))}."
+        )
+    try:
+        settings = tomllib.loads(text)
+        for change in changes:
+            settings |= _setting(change)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"`recipe` (={recipe!r}) is no valid TOML: {error}.") from error
+    names = {f.name for f in dataclasses.fields(TrainConfig)} - {"data"}
+    for name in settings:
+        if name not in names:
+            raise ValueError(f"`{name}` is no setting: choose among {', '.join(sorted(names))}.")
+    lists = {k: tuple(v) for k, v in settings.items() if isinstance(v, list)}
+    return TrainConfig(data, **{**settings, **lists})
+
+
+def _recipe_folder() -> Any:
+    return resources.files("torchbcos") / "recipes"
+
+
+def _setting(change: str) -> dict[str, Any]:
+    name, found, value = change.partition("=")
+    if not found:
+        raise ValueError(f"`--set` (={change!r}) must be name=value, as in lr=3e-4.")
+    try:
+        return tomllib.loads(f"{name} = {value}")
+    except tomllib.TOMLDecodeError:
+        return {name.strip(): value}  # a bare word is text
 
 
 def train(
@@ -447,9 +490,9 @@ class _Run:
         if self.averaged:
             self._put(self.averaged)
         self.model.eval()
+        self.model.provenance = {"config": _as_json(self.config), "metrics": self.metrics}
         if self.fabric.is_global_zero:
-            provenance = {"config": _as_json(self.config), "metrics": self.metrics}
-            save(self.model, self.out / "model.safetensors", provenance=provenance)
+            save(self.model, self.out / "model.safetensors", provenance=self.model.provenance)
         return self.model
 
 
