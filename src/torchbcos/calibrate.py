@@ -25,7 +25,7 @@ from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosLayer
 from torchbcos.models import BcosModel
 
-__all__ = ["LayerSignal", "Signal", "calibrate", "signal"]
+__all__ = ["LayerSignal", "Signal", "calibrate", "first_broken_layer", "signal"]
 
 LOGIT_RMS = 0.05
 
@@ -123,6 +123,29 @@ def signal(model: BcosModel, images: Tensor) -> Signal:
         outputs = model.network(encode(images))
     first = outputs if isinstance(outputs, Tensor) else outputs[0]
     return Signal(tuple(rows), _rms(first, 0.0) / model.temperature)
+
+
+@torch.no_grad()
+def first_broken_layer(model: BcosModel, images: Tensor) -> str:
+    """Words for where the signal stops being finite."""
+    for name, layer in model.bcos_layers():
+        if not torch.isfinite(layer.weight).all():
+            return f"the weights of {name} are not finite"
+    found: list[str] = []
+    hooks = [
+        layer.register_forward_hook(
+            lambda _, __, out, name=name: (
+                found.append(name) if not torch.isfinite(out).all() else None
+            )
+        )
+        for name, layer in model.bcos_layers()
+    ]
+    try:
+        model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return f"the output of {found[0]} is not finite" if found else "in the loss itself"
 
 
 def _rms(x: Tensor, if_zero: float) -> float:

@@ -181,8 +181,9 @@ def train(
     ] = False,
 ) -> None:
     """Train a B-cos network; without a recipe, the one of the data's name, or the defaults."""
-    from torchbcos.train import TrainError, read_recipe
+    from torchbcos.train import TrainError
     from torchbcos.train import train as run_training
+    from torchbcos.training_config import read_recipe
 
     config = read_recipe(data, recipe, change or [])
     try:
@@ -211,7 +212,7 @@ def evaluate(
     """The accuracy of a model on the test images of a data set."""
     from torchbcos.checkpoint import default_name, load
     from torchbcos.data import open_data
-    from torchbcos.train import evaluate as measure
+    from torchbcos.evaluate import evaluate as measure
 
     network = load(model or default_name(), device=device)
     split = open_data(data, network.input_size[0])

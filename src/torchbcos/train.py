@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-import signal as signals
 import time
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib import resources
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +16,16 @@ from rich.console import Console
 from torch import Generator, Tensor, nn
 
 from torchbcos.augment import AUGMENTATIONS, Draws
-from torchbcos.calibrate import calibrate
+from torchbcos.calibrate import calibrate, first_broken_layer
 from torchbcos.checkpoint import save, write_atomically
-from torchbcos.data import Images, Split, open_data
+from torchbcos.data import Split, open_data
+from torchbcos.evaluate import evaluate
+from torchbcos.interrupt import told_to_end
 from torchbcos.layers import BcosLayer
 from torchbcos.models import BcosModel, create_model
+from torchbcos.training_config import TrainConfig
 
-__all__ = ["TrainConfig", "TrainError", "evaluate", "read_recipe", "train"]
+__all__ = ["TrainConfig", "TrainError", "train"]
 
 
 STATE = "state.safetensors"
@@ -37,114 +33,6 @@ STATE = "state.safetensors"
 
 class TrainError(RuntimeError):
     """Training cannot go on; the message names the step, the layer and the remedy."""
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Everything that decides the result. Defaults are the paper's for CIFAR-10."""
-
-    data: str
-    arch: str = "cifar9"
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for create_model
-    preset: str | None = None  # "paper", or None to calibrate on the first batch
-    size: int | None = None  # pixels; None for the data's own
-    epochs: float = 100
-    batch: int = 64
-    optimiser: str = "adam"  # adam, adamw or sgd
-    lr: float = 1e-3
-    lr_end: float = 1e-5
-    schedule: str = "cosine"  # or "step": ÷10 at each milestone
-    milestones: tuple[float, ...] = ()  # epochs
-    warmup: float = 0  # epochs of linear increase from lr_end
-    weight_decay: float = 0.0
-    momentum: float = 0.9  # of sgd
-    augment: tuple[str, ...] = ("flip", "padded_crop")
-    label_smoothing: float = 0.0
-    auxiliary_weight: float = 1.0
-    ema: float = 0.0  # decay of the averaged weights; 0 for none
-    clip: float = 0.0  # largest gradient norm; 0 for none
-    adaptive_clip: float = 0.0  # largest ‖gradient‖/‖weight‖ of a row; 0 for none
-    accumulate: int = 1
-    precision: str = "32-true"  # or bf16-mixed, 16-mixed
-    tf32: bool = True
-    compile: bool = False
-    cuda_graph: bool = True  # capture the step where shapes are fixed and one GPU is used
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        def refuse(name: str, rule: str) -> None:
-            raise ValueError(f"`{name}` (={getattr(self, name)!r}) must be {rule}.")
-
-        if self.optimiser not in ("adam", "adamw", "sgd"):
-            refuse("optimiser", "adam, adamw or sgd")
-        if self.schedule not in ("cosine", "step"):
-            refuse("schedule", "cosine or step")
-        for name in ("batch", "accumulate"):
-            if getattr(self, name) < 1:
-                refuse(name, "at least 1")
-        if self.epochs <= 0:
-            refuse("epochs", "above 0")
-        if not 0 < self.lr < math.inf:
-            refuse("lr", "a positive number")
-        if not 0 <= self.ema < 1:
-            refuse("ema", "from 0 to below 1")
-        if not 0 <= self.label_smoothing < 1:
-            refuse("label_smoothing", "from 0 to below 1")
-        for name in self.augment:
-            if name not in AUGMENTATIONS:
-                refuse("augment", f"names among {', '.join(AUGMENTATIONS)}")
-        if self.batch % self.accumulate:
-            refuse("accumulate", f"a divisor of the batch, {self.batch}")
-
-    def lr_at(self, epoch: float) -> float:
-        """The learning rate at a point in time, in epochs."""
-        if epoch < self.warmup:
-            return self.lr_end + (self.lr - self.lr_end) * epoch / self.warmup
-        if self.schedule == "step":
-            return float(self.lr * 0.1 ** sum(epoch >= m for m in self.milestones))
-        done = (epoch - self.warmup) / max(self.epochs - self.warmup, 1e-9)
-        return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * min(done, 1))) / 2
-
-
-def read_recipe(data: str, recipe: str = "", changes: Sequence[str] = ()) -> TrainConfig:
-    """A config from a recipe's name or TOML file, with changes such as "lr=3e-4"."""
-    known = {p.name.removesuffix(".toml"): p for p in _recipe_folder().iterdir()}
-    if not recipe:
-        text = known[data].read_text() if data in known else ""
-    elif recipe in known:
-        text = known[recipe].read_text()
-    elif Path(recipe).is_file():
-        text = Path(recipe).read_text()
-    else:
-        raise ValueError(
-            f"`recipe` (={recipe!r}) must be a TOML file or one of {', '.join(sorted(known))}."
-        )
-    try:
-        settings = tomllib.loads(text)
-        for change in changes:
-            settings |= _setting(change)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"`recipe` (={recipe!r}) is no valid TOML: {error}.") from error
-    names = {f.name for f in dataclasses.fields(TrainConfig)} - {"data"}
-    for name in settings:
-        if name not in names:
-            raise ValueError(f"`{name}` is no setting: choose among {', '.join(sorted(names))}.")
-    lists = {k: tuple(v) for k, v in settings.items() if isinstance(v, list)}
-    return TrainConfig(data, **{**settings, **lists})
-
-
-def _recipe_folder() -> Any:
-    return resources.files("torchbcos") / "recipes"
-
-
-def _setting(change: str) -> dict[str, Any]:
-    name, found, value = change.partition("=")
-    if not found:
-        raise ValueError(f"`--set` (={change!r}) must be name=value, as in lr=3e-4.")
-    try:
-        return tomllib.loads(f"{name} = {value}")
-    except tomllib.TOMLDecodeError:
-        return {name.strip(): value}  # a bare word is text
 
 
 def train(
@@ -162,8 +50,10 @@ def train(
     from it, to the same result as if nothing had happened. `pictures` = k draws explanations of
     the same test images every k epochs.
     """
-    import lightning
-
+    try:
+        import lightning
+    except ImportError as error:
+        raise ValueError("training needs more packages: pip install 'torchbcos[train]'.") from error
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     fabric = fabric or lightning.Fabric(devices=1, precision=config.precision)  # type: ignore[arg-type]
@@ -171,16 +61,16 @@ def train(
     run = _Run(config, out, fabric, console or Console(stderr=True))
     if resume:
         run.load_state()
-    with _told_to_end() as ending:
+    with told_to_end() as ending:
         while run.step < run.total_steps:
             run.advance()
+            if run.step % run.steps_per_epoch == 0 or run.step == run.total_steps:
+                run.close_epoch(pictures)
             if ending():
                 run.save_state()
                 raise KeyboardInterrupt(
-                    f"stopped at step {run.step}; resume=True goes on from there"
+                    f"stopped after step {run.step}; resuming goes on from there."
                 )
-            if run.step % run.steps_per_epoch == 0 or run.step == run.total_steps:
-                run.close_epoch(pictures)
     return run.finished_model()
 
 
@@ -212,7 +102,7 @@ class _Run:
             **config.options,
         ).to(fabric.device)
         if config.preset is None:
-            calibrate(self.model, self._batch(0)[0])
+            calibrate(self.model, self._batch(0, whole=True)[0])  # the same in every process
         self.model.to(memory_format=torch.channels_last)
         self.averaged = [p.detach().clone() for p in self.model.parameters()] if config.ema else []
         self.optimiser = self._make_optimiser()
@@ -254,7 +144,7 @@ class _Run:
         if self.fabric.device.type == "cpu" or self.step % 50 == 0:
             self._check_finite(images)
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, step: int, whole: bool = False) -> tuple[Tensor, Tensor]:
         """This process's share of the step's batch: order and augmentation depend on it alone."""
         c, device = self.config, self.fabric.device
         epoch, within = divmod(step, self.steps_per_epoch)
@@ -262,7 +152,7 @@ class _Run:
             order = Generator().manual_seed(c.seed * 1_000_003 + epoch)
             shuffled = torch.randperm(len(self.data.train), generator=order).to(device)
             self._order = (epoch, shuffled)
-        world, rank = self.fabric.world_size, self.fabric.global_rank
+        world, rank = (1, 0) if whole else (self.fabric.world_size, self.fabric.global_rank)
         share = slice(rank * c.batch // world, (rank + 1) * c.batch // world)
         indices = self._order[1][within * c.batch : (within + 1) * c.batch][share]
         images, labels = self.data.train.batch(indices)
@@ -420,7 +310,7 @@ class _Run:
         about = {
             "step": self.step,
             "seconds": time.monotonic() - self.started,
-            "config": _as_json(self.config),
+            "config": self.config.as_json(),
             "scales": layers,
             "temperature": self.model.temperature,
             "scaling": self.model.scaling,
@@ -439,7 +329,7 @@ class _Run:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is damaged: remove it to begin anew.") from error
-        mine = _as_json(self.config)
+        mine = self.config.as_json()
         for name, value in about["config"].items():
             if mine[name] != value:
                 raise ValueError(
@@ -490,35 +380,10 @@ class _Run:
         if self.averaged:
             self._put(self.averaged)
         self.model.eval()
-        self.model.provenance = {"config": _as_json(self.config), "metrics": self.metrics}
+        self.model.provenance = {"config": self.config.as_json(), "metrics": self.metrics}
         if self.fabric.is_global_zero:
             save(self.model, self.out / "model.safetensors", provenance=self.model.provenance)
         return self.model
-
-
-def _as_json(config: TrainConfig) -> dict[str, Any]:
-    """The config as JSON gives it back, with lists for tuples."""
-    value: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
-    return value
-
-
-@torch.no_grad()
-def evaluate(model: BcosModel, images: Images, batch: int = 500) -> tuple[float, float]:
-    """(accuracy, mean loss) over a set; the model's mode is as before afterwards."""
-    training = model.training
-    model.eval()
-    correct = loss = torch.zeros((), device=images.labels.device)
-    try:
-        for indices in torch.arange(len(images)).split(batch):
-            x, labels = images.batch(indices)
-            logits = model(x.contiguous(memory_format=torch.channels_last))
-            assert isinstance(logits, Tensor)
-            target = F.one_hot(labels, logits.shape[1]).to(logits.dtype)
-            loss = loss + F.binary_cross_entropy_with_logits(logits, target) * len(labels)
-            correct = correct + (logits.argmax(1) == labels).sum()
-    finally:
-        model.train(training)
-    return (correct / len(images)).item(), (loss / len(images)).item()
 
 
 def clip_adaptively(model: nn.Module, limit: float) -> None:
@@ -529,43 +394,3 @@ def clip_adaptively(model: nn.Module, limit: float) -> None:
             weight = torch.linalg.vector_norm(layer.weight.detach(), dim=dims, keepdim=True)
             grad = torch.linalg.vector_norm(layer.weight.grad, dim=dims, keepdim=True)
             layer.weight.grad.mul_((limit * weight / grad.clamp(min=1e-12)).clamp(max=1))
-
-
-@torch.no_grad()
-def first_broken_layer(model: BcosModel, images: Tensor) -> str:
-    """Words for where the signal stops being finite."""
-    for name, layer in model.bcos_layers():
-        if not torch.isfinite(layer.weight).all():
-            return f"the weights of {name} are not finite"
-    found: list[str] = []
-    hooks = [
-        layer.register_forward_hook(
-            lambda _, __, out, name=name: (
-                found.append(name) if not torch.isfinite(out).all() else None
-            )
-        )
-        for name, layer in model.bcos_layers()
-    ]
-    try:
-        model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return f"the output of {found[0]} is not finite" if found else "in the loss itself"
-
-
-@contextmanager
-def _told_to_end() -> Iterator[Callable[[], bool]]:
-    """Ask the yielded function whether SIGTERM or Ctrl-C came; the step in progress is finished."""
-    asked: list[int] = []
-    before = {}
-    try:
-        for number in (signals.SIGTERM, signals.SIGINT):
-            before[number] = signals.signal(number, lambda n, _: asked.append(n))
-    except ValueError:  # not in the main thread, where no handler can be set
-        pass
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signals.signal(number, handler)

@@ -1,0 +1,140 @@
+"""Running a network up to one of its layers, by any name the original network had."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+import torchbcos as tb
+from torchbcos.tap import layer_names, tap
+
+
+class Block(nn.Module):
+    def __init__(self, conv=nn.Conv2d):
+        super().__init__()
+        self.conv1 = conv(6, 6, 3, padding=1)
+        self.act = nn.Identity()
+        self.conv2 = conv(6, 6, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.conv2(self.act(self.conv1(x)))
+
+
+def plain():
+    """Not a graph: its layers are reached with a hook."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Block(tb.BcosConv2d), nn.Sequential(Block(tb.BcosConv2d), nn.AvgPool2d(2)), nn.Flatten()
+    )
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    """A graph: its layers are nodes of it."""
+    torch.manual_seed(0)
+    model = tb.create_model("resnet18", num_classes=10, max_out=1, norm="uncentred")
+    return model.network.eval()
+
+
+def recorded(network, x):
+    """The output of every submodule, by torch's own hooks."""
+    seen = {}
+    handles = [
+        module.register_forward_hook(lambda _, __, out, name=name: seen.setdefault(name, out))
+        for name, module in network.named_modules()
+        if name
+    ]
+    with torch.no_grad():
+        network(x)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def test_every_module_of_a_plain_network_is_reached():
+    network, x = plain(), torch.rand(2, 6, 4, 4)
+    outputs = recorded(network, x)
+    assert set(layer_names(network)) == set(outputs)
+    for name, expected in outputs.items():
+        assert torch.equal(tap(network, name, x), expected)
+
+
+def test_every_module_of_a_converted_network_is_reached(resnet):
+    x = torch.rand(1, 6, 32, 32)
+    outputs = recorded(resnet, x)
+    assert len(outputs) > 40
+    for name, expected in outputs.items():
+        with torch.no_grad():
+            assert torch.equal(tap(resnet, name, x), expected)
+
+
+def test_blocks_of_the_original_stand_for_their_last_operation(resnet):
+    """A conventional ResNet tells where its blocks end; the B-cos values must come from there."""
+    x = torch.rand(1, 6, 32, 32)
+    original = torchvision.models.resnet18(num_classes=10).eval()
+    shapes = {k: v.shape for k, v in recorded(original, torch.rand(1, 3, 32, 32)).items()}
+    blocks = ["layer1", "layer2.0", "layer2.1", "layer2.0.downsample", "layer4.1", "layer4"]
+    assert set(blocks) <= set(layer_names(resnet))
+    with torch.no_grad():
+        for name in blocks:
+            assert tap(resnet, name, x).shape == shapes[name]
+        # The sum, not the last layer: out = bn2 + identity.
+        inner = {n: tap(resnet, f"layer2.0.{n}", x) for n in ("bn2", "downsample.1")}
+        assert torch.equal(tap(resnet, "layer2.0", x), inner["bn2"] + inner["downsample.1"])
+        assert torch.equal(tap(resnet, "layer2.0.downsample", x), inner["downsample.1"])
+        assert torch.equal(tap(resnet, "layer2", x), tap(resnet, "layer2.1", x))
+
+
+def test_names_are_in_the_order_of_the_computation(resnet):
+    names = layer_names(resnet)
+    path = ["conv1", "bn1", "layer1.0.conv1", "layer1.1.conv2", "layer4.0.downsample.0", "fc"]
+    positions = [names.index(name) for name in path]
+    assert positions == sorted(positions)
+    assert len(set(names)) == len(names)
+    assert "" not in names
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [("layer1.0.conv3", "layer1.0.conv1"), ("layr2", "layer2"), ("Conv1", "conv1")],
+)
+def test_a_wrong_name_is_answered_with_a_close_one(resnet, wrong, meant):
+    with pytest.raises(ValueError, match="did you mean") as error:
+        tap(resnet, wrong, torch.rand(1, 6, 32, 32))
+    assert f"`layer` (={wrong!r})" in str(error.value)
+    assert meant in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", ["", "zzz", "0.conv3", "1.7", "0.", "network"])
+def test_a_name_that_is_like_no_other_is_answered_with_examples(resnet, wrong):
+    for network in (plain(), resnet):
+        with pytest.raises(ValueError, match="did you mean"):
+            tap(network, wrong, torch.rand(1, 6, 32, 32))
+
+
+def test_a_module_that_does_not_run_is_refused():
+    network = plain()
+    network[0].spare = tb.BcosConv2d(6, 6, 1)
+    with pytest.raises(ValueError, match=r"`layer` \(='0.spare'\) is never reached"):
+        tap(network, "0.spare", torch.rand(1, 6, 4, 4))
+    assert not any(m._forward_hooks for m in network.modules())
+
+
+def test_a_layer_used_twice_stands_for_its_first_use():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = tb.BcosConv2d(6, 6, 3, padding=1)
+
+        def forward(self, x):
+            return self.conv(self.conv(x))
+
+    network, x = Twice(), torch.rand(1, 6, 4, 4)
+    assert torch.equal(tap(network, "conv", x), network.conv(x))
+
+
+def test_gradients_flow_through():
+    network, x = plain(), torch.rand(1, 6, 4, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(tap(network, "1.0", x).sum(), x)
+    (expected,) = torch.autograd.grad(network[1][0](network[0](x)).sum(), x)
+    assert torch.equal(grad, expected)
