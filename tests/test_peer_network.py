@@ -1,4 +1,7 @@
-"""A whole ResNet-34 with the peer's weights: the same logits, the same explanations."""
+"""A whole ResNet-34 with the peer's weights: the same logits, the same explanations.
+
+In float64, so that what is left are the peer's epsilons; benchmarks/explain.py compares in float32.
+"""
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from torchbcos.encoding import encode
 
 @pytest.fixture(scope="module")
 def images():
-    return shapes(2, size=64, seed=4).images
+    return shapes(2, size=64, seed=4).images.double()
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +25,13 @@ def networks(images):
     """(ours, the peer's), with the running statistics of `images`."""
     torch.manual_seed(0)
     norm_layer = peer_norms.NoBias(peer_norms.BatchNormUncentered2d)
-    peer = resnet34(num_classes=10, norm_layer=norm_layer).train()
+    peer = resnet34(num_classes=10, norm_layer=norm_layer).double().train()
     for module in peer.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = 1.0
     with torch.no_grad():
         peer(encode(images))
-    ours = tb.create_model("resnet34", num_classes=10, max_out=1, norm="uncentred")
+    ours = tb.create_model("resnet34", num_classes=10, max_out=1, norm="uncentred").double()
     state = {f"network.{k.replace('.linear.', '.')}": v for k, v in peer.state_dict().items()}
     ours.load_state_dict(state)
     ours.scaling = "custom"

@@ -1,0 +1,247 @@
+"""Training on a few drawn images: what is learned, what is kept, and how it ends."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import torchbcos as tb
+from torchbcos import data, train
+from torchbcos.checkpoint import load
+from torchbcos.evaluate import evaluate
+from torchbcos.training_config import TrainConfig, read_recipe
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:DeprecationWarning:lightning.*",
+    "ignore:.*:UserWarning:lightning.*",
+    "ignore:.*:FutureWarning:lightning.*",
+)
+QUIET = Console(quiet=True)
+
+
+def few_shapes(size=24, count=48):
+    drawn = [data.shapes(n, size=size, seed=s) for n, s in ((count, 1), (16, 2))]
+    sets = [data.Images((d.images * 255).round().to(torch.uint8), d.labels) for d in drawn]
+    return data.Split(*sets, drawn[0].classes)
+
+
+@pytest.fixture
+def little_data(monkeypatch):
+    monkeypatch.setattr(train, "open_data", lambda *_: few_shapes())
+
+
+def config(**changes):
+    settings = {
+        "data": "shapes",
+        "arch": "mini",
+        "options": {"width": 4, "max_out": 1},
+        "epochs": 3,
+        "batch": 16,
+        "augment": ("flip", "padded_crop", "colour_jitter"),
+        "cuda_graph": False,
+    }
+    return TrainConfig(**{**settings, **changes})
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same_weights(a, b):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"ema": 0.5, "optimiser": "adamw", "weight_decay": 0.01, "warmup": 1},
+        {
+            "optimiser": "sgd",
+            "schedule": "step",
+            "milestones": (1, 2),
+            "accumulate": 2,
+            "clip": 0.1,
+        },
+        {
+            "adaptive_clip": 0.01,
+            "label_smoothing": 0.1,
+            "options": {"width": 4, "norm": "uncentred"},
+        },
+    ],
+)
+def test_a_run_that_was_stopped_ends_with_the_same_weights(little_data, tmp_path, changes):
+    settings = config(**changes)
+    whole = train.train(settings, tmp_path / "whole", console=QUIET)
+    stopped = tmp_path / "stopped"
+    advance, steps = train._Run.advance, []
+
+    def advance_and_stop(run):
+        advance(run)
+        steps.append(run.step)
+        if len(steps) == 4:  # in the middle of the second epoch
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train._Run, "advance", advance_and_stop)
+        with pytest.raises(KeyboardInterrupt, match="step 4"):
+            train.train(settings, stopped, console=QUIET)
+        again = train.train(settings, stopped, console=QUIET, resume=True)
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert_same_weights(weights(whole), weights(again))
+    lines = [
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (tmp_path / "whole", stopped)
+    ]
+    for one, other in zip(*lines, strict=True):
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}
+
+
+def test_a_killed_process_resumes_to_the_same_weights(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, os, signal\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import test_train as t\n"
+        "t.train.open_data = lambda *_: t.few_shapes()\n"
+        "kill_at = int(sys.argv[2])\n"
+        "advance = t.train._Run.advance\n"
+        "def step(run):\n"
+        "    if run.step == kill_at: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    advance(run)\n"
+        "t.train._Run.advance = step\n"
+        "t.train.train(t.config(), sys.argv[1], console=t.QUIET, resume=True)\n"
+    )
+
+    def run(folder, kill_at):
+        command = [sys.executable, str(script), str(tmp_path / folder), str(kill_at)]
+        return subprocess.run(command, check=False, capture_output=True).returncode
+
+    assert run("whole", -1) == 0
+    assert [run("killed", step) for step in (1, 5, 7)] == [-signal.SIGKILL] * 3
+    assert run("killed", -1) == 0
+    results = [weights(load(tmp_path / f / "model.safetensors")) for f in ("whole", "killed")]
+    assert_same_weights(*results)
+
+
+def test_resuming_with_another_setting_is_refused(little_data, tmp_path):
+    train.train(config(epochs=1), tmp_path, console=QUIET)
+    with pytest.raises(ValueError, match=r"`lr` \(=0.5\) must be 0.001"):
+        train.train(config(epochs=1, lr=0.5), tmp_path, console=QUIET, resume=True)
+
+
+def test_training_learns_and_the_file_gives_the_same_accuracy(little_data, tmp_path):
+    settings = config(epochs=40, options={"width": 8, "max_out": 2}, augment=(), lr_end=1e-4)
+    model = train.train(settings, tmp_path, console=QUIET)
+    split = few_shapes()
+    assert evaluate(model, split.train)[0] > 0.9
+    again = load(tmp_path / "model.safetensors")
+    # Weights come back in another memory layout, which rounds differently.
+    assert evaluate(again, split.test) == pytest.approx(evaluate(model, split.test), rel=1e-5)
+    assert again.classes == split.classes
+    assert again.input_size == (24, 24)
+
+
+def test_pictures_are_drawn_and_metrics_written(little_data, tmp_path):
+    train.train(config(epochs=2), tmp_path, console=QUIET, pictures=2)
+    assert (tmp_path / "epoch-002.png").stat().st_size > 1000
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["epoch"] == 2
+    assert 0 <= last["test_accuracy"] <= 1
+
+
+def test_a_loss_that_is_not_finite_ends_with_step_and_layer(little_data, tmp_path, monkeypatch):
+    advance = train._Run.advance
+
+    def poison(run):
+        if run.step == 2:
+            layer = dict(run.model.bcos_layers())["3"]
+            nn.init.constant_(layer.weight, math.nan)
+        advance(run)
+
+    monkeypatch.setattr(train._Run, "advance", poison)
+    with pytest.raises(train.TrainError, match=r"step 3: the weights of . are not finite"):
+        train.train(config(), tmp_path, console=QUIET)
+
+
+def test_the_learning_rate_follows_its_schedule():
+    cosine = config(epochs=10, lr=1.0, lr_end=0.0, warmup=2)
+    assert [cosine.lr_at(e) for e in (0, 1, 2, 6, 10)] == pytest.approx([0, 0.5, 1, 0.5, 0])
+    step = config(epochs=100, lr=1.0, schedule="step", milestones=(60,))
+    assert [step.lr_at(e) for e in (0, 59.9, 60)] == pytest.approx([1, 1, 0.1])
+
+
+def test_the_paper_preset_and_calibration_are_told_apart(little_data, tmp_path):
+    calibrated = train.train(config(epochs=0.3), tmp_path / "a", console=QUIET)
+    assert calibrated.scaling == "calibrated"
+    preset = config(epochs=0.3, arch="cifar9", options={"max_out": 1}, preset="paper")
+    assert train.train(preset, tmp_path / "b", console=QUIET).temperature == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimiser": "lamb"}, "adam, adamw or sgd"),
+        ({"schedule": "linear"}, "cosine or step"),
+        ({"batch": 0}, "at least 1"),
+        ({"epochs": 0}, "above 0"),
+        ({"lr": -1}, "positive"),
+        ({"ema": 1.0}, "below 1"),
+        ({"label_smoothing": 2}, "below 1"),
+        ({"augment": ("mixup",)}, "padded_crop"),
+        ({"accumulate": 3}, "divisor of the batch, 16"),
+    ],
+)
+def test_wrong_settings_are_named(changes, words):
+    with pytest.raises(ValueError, match=words) as error:
+        config(**changes)
+    assert f"`{next(iter(changes))}`" in str(error.value)
+
+
+def test_recipes_give_configs():
+    shapes = read_recipe("shapes")
+    assert (shapes.arch, shapes.augment) == ("mini", ("flip",))
+    paper = read_recipe("somewhere", "cifar10", ["lr=2e-3", "optimiser=sgd", "epochs=7"])
+    assert (paper.preset, paper.lr, paper.optimiser, paper.epochs) == ("paper", 2e-3, "sgd", 7)
+    with pytest.raises(ValueError, match=r"`recipe` \(='nope'\).*cifar10"):
+        read_recipe("x", "nope")
+    with pytest.raises(ValueError, match="`speed` is no setting"):
+        read_recipe("x", "", ["speed=3"])
+    with pytest.raises(ValueError, match="name=value"):
+        read_recipe("x", "", ["lr"])
+
+
+def test_two_processes_train_as_one(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import torch, lightning, test_train as t\n"
+        "torch.set_num_threads(1)\n"
+        "t.train.open_data = lambda *_: t.few_shapes()\n"
+        "n = int(sys.argv[2])\n"
+        "f = lightning.Fabric(accelerator='cpu', devices=n, strategy='ddp' if n > 1 else 'auto')\n"
+        "t.train.train(t.config(epochs=2), sys.argv[1], console=t.QUIET, fabric=f)\n"
+    )
+    for count in (1, 2):
+        command = [sys.executable, str(script), str(tmp_path / str(count)), str(count)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (weights(load(tmp_path / str(n) / "model.safetensors")) for n in (1, 2))
+    for name, value in one.items():
+        torch.testing.assert_close(value, two[name], rtol=1e-3, atol=1e-4)
+
+
+def test_the_explanation_mode_is_off_after_training(little_data, tmp_path):
+    train.train(config(epochs=0.3), tmp_path, console=QUIET)
+    assert not tb.functional.in_explanation_mode()
