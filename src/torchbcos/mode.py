@@ -1,0 +1,179 @@
+"""Explanation mode: what is held constant in it, what is set apart, and what is kept for later."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "FactorTape",
+    "add_offset",
+    "collect_offsets",
+    "explanation_mode",
+    "gate",
+    "hold",
+    "in_explanation_mode",
+    "offset",
+    "record_factors",
+    "replay_factors",
+]
+
+_frozen: ContextVar[bool] = ContextVar("torchbcos_frozen", default=False)
+_offsets: ContextVar[list[Tensor] | None] = ContextVar("torchbcos_offsets", default=None)
+_tape: ContextVar[FactorTape | None] = ContextVar("torchbcos_tape", default=None)
+T = TypeVar("T")
+
+# Compiled code recompiles when a context variable changes, in versions of torch that know how to
+# look at one. In others it looks at `_entered`, which is the same for all threads: there, do not
+# run compiled models in one thread while another explains.
+_DYNAMO_READS_CONTEXTS = "ContextVarGetSource" in (
+    Path(torch.__file__).parent / "_dynamo" / "source.py"
+).read_text(encoding="utf-8")
+
+
+class _Entered:
+    """How many explanation modes are entered now, in any thread."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.times += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.times -= 1
+
+
+_entered = _Entered()
+
+
+@contextmanager
+def explanation_mode() -> Iterator[None]:
+    """Inside this context the gradient of an output by the input is its row of W(x).
+
+    Every factor that depends on the input and multiplies a signal (|cos|^(b-1), the deviation a
+    norm divides by) is held constant in the backward pass of whatever is computed here. Values do
+    not change, no module is touched, and the mode is local to the thread or task that entered it.
+    Enter it outside of a compiled function, not within.
+
+    >>> import torchbcos
+    >>> x = torch.tensor([[3.0, 4.0]], requires_grad=True)
+    >>> with explanation_mode():
+    ...     y = torchbcos.functional.bcos_linear(x, torch.tensor([[1.0, 0.0]]))
+    >>> torch.autograd.grad(y, x)     # |cos| · ŵ
+    (tensor([[0.6000, 0.0000]]),)
+    """
+    with _entered, _set(_frozen, True), _set(_tape, None):
+        yield
+
+
+def in_explanation_mode() -> bool:
+    if _DYNAMO_READS_CONTEXTS or not torch.compiler.is_compiling():
+        return _frozen.get()
+    return _entered.times > 0
+
+
+def hold(factor: Tensor) -> Tensor:
+    """`factor`, constant for derivatives in `explanation_mode`, unchanged outside of it."""
+    if not in_explanation_mode():
+        return factor
+    tape = _local(_tape)
+    if tape is None:
+        return factor.detach()
+    if tape.replayed is not None:
+        return next(tape.replayed)
+    tape.factors.append(factor)
+    return factor
+
+
+@dataclass
+class FactorTape:
+    """The factors of one forward pass, in order; see `record_factors`."""
+
+    factors: list[Tensor] = field(default_factory=list)
+    replayed: Iterator[Tensor] | None = None
+
+
+@contextmanager
+def record_factors() -> Iterator[FactorTape]:
+    """Keep every factor that a forward pass meets, as a differentiable function of its inputs.
+
+    With `replay_factors` this makes W(x) itself differentiable: held constant for the derivative
+    that gives W(x), and yet exact in the next one, by the weights.
+    """
+    tape = FactorTape()
+    with explanation_mode(), _set(_tape, tape):
+        yield tape
+
+
+@contextmanager
+def replay_factors(tape: FactorTape) -> Iterator[list[Tensor]]:
+    """`collect_offsets`, with the recorded factors in place of those of this forward pass."""
+    replay = FactorTape(tape.factors, iter(tape.factors))
+    with collect_offsets() as offsets, _set(_tape, replay):
+        yield offsets
+
+
+def _local(variable: ContextVar[T | None]) -> T | None:
+    """The value here, or None in code that is compiled without being able to look."""
+    if _DYNAMO_READS_CONTEXTS or not torch.compiler.is_compiling():
+        return variable.get()
+    return None
+
+
+@contextmanager
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
+def collect_offsets() -> Iterator[list[Tensor]]:
+    """Explanation mode that also lists every offset added on the way (see `add_offset`)."""
+    offsets: list[Tensor] = []
+    with explanation_mode(), _set(_offsets, offsets):
+        yield offsets
+
+
+def offset(value: Tensor) -> Tensor:  # [N, …]
+    """`value`, marked as a term that no input pixel owns: a norm's bias, a position embedding.
+
+    An explanation needs these terms apart from W(x)·x; all of them pass through here.
+    """
+    collected = _local(_offsets)
+    if collected is not None:
+        # A tensor of its own, so that its derivative counts this use alone.
+        value = value.view_as(value) if value.requires_grad else value.detach()
+        if torch.is_grad_enabled():
+            value.requires_grad_()
+        collected.append(value)
+    return value
+
+
+def add_offset(x: Tensor, value: Tensor | float) -> Tensor:
+    """x + value, for an `offset`; `value` broadcasts."""
+    if _local(_offsets) is None:
+        return x + value
+    # One copy for each image, so that the derivatives tell the images apart.
+    value = torch.as_tensor(value, dtype=torch.result_type(x, value), device=x.device)
+    value = value.reshape((1,) * (x.dim() - value.dim()) + value.shape)
+    return x + offset(value.expand(x.shape[0], *value.shape[1:]))
+
+
+def gate(x: Tensor, factor: Tensor) -> Tensor:
+    """x · factor, for a factor that depends on the input too: `hold` keeps it constant."""
+    return x * hold(factor)
