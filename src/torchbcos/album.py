@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -86,13 +87,15 @@ def make_album(
     paths: Sequence[str], model: BcosModel, request: Request, out: Path, progress: Console
 ) -> Album:
     """Explain every image that can be read, write pictures and page.html to `out`."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"`--out` (={str(out)!r}) is a file: name a folder.")
+    there = next((p for p in (out, *out.parents) if p.exists()), None)
+    if there is not None and not there.is_dir():
+        raise ValueError(f"`--out` (={str(out)!r}) needs a folder where {there} is a file.")
     targets = _check_request(request, model)
     album = Album()
     sections: list[Section] = []
-    files = find_images(paths)
+    files = _found(paths, album.refused)
     names = _unique_names(files)
+    used: set[str] = set()
     steps = track(
         range(0, len(files), BATCH),
         "explaining",
@@ -105,21 +108,30 @@ def make_album(
         if not batch:
             continue
         images = torch.stack([image for _, image in batch])
-        e = _explain(model, images, targets, request)
+        try:
+            e = _explain(model, images, targets, request)
+        except RuntimeError as error:  # too small for a pool, too large for the memory
+            height, width = images.shape[-2:]
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ValueError(
+                f"`--size` (={height}×{width} px) does not suit the network: {reason}."
+            ) from error
         for (file, image), one in zip(batch, _each(e), strict=True):
-            section, result = _show(file, names[file], image, one, request, out)
+            section, result = _show(file, names[file], image, one, request, out, used)
             sections.append(section)
             album.results.append(result)
     if sections:
         album.page = out / "page.html"
-        album.page.write_text(build_page(_title(len(sections)), _lead(model, request), sections))
+        page = build_page(_title(len(sections)), _lead(model, request), sections)
+        album.page.write_text(page, encoding="utf-8", errors="backslashreplace")
     return album
 
 
 def _check_request(request: Request, model: BcosModel) -> list[int | str] | None:
     """The classes asked for, as `explain` takes them; None for the most likely ones."""
     count = model.num_classes or 1
-    if request.delta and len(request.classes) < 2 and request.top < 2:
+    shown = 1 if request.layer is not None else len(request.classes) or request.top
+    if request.delta and shown < 2:
         raise ValueError("`--delta` compares two classes: add --top 2, or two with --classes.")
     if request.style not in ("paper", "released"):
         raise ValueError(f"`--style` (={request.style!r}) must be 'paper' or 'released'.")
@@ -131,6 +143,16 @@ def _check_request(request: Request, model: BcosModel) -> list[int | str] | None
         return None
     known = model.classes or ()
     return [c if c in known or not c.isdigit() else int(c) for c in request.classes]
+
+
+def _found(paths: Sequence[str], refused: list[str]) -> list[Path]:
+    files: dict[Path, None] = {}
+    for path in paths:
+        try:
+            files.update(dict.fromkeys(find_images([path])))
+        except ImageError as error:
+            refused.append(str(error))
+    return list(files)
 
 
 def _readable(
@@ -168,7 +190,13 @@ def _each(e: Explanation) -> Iterator[Explanation]:
 
 
 def _show(
-    file: Path, name: str, image: Tensor, e: Explanation, request: Request, out: Path
+    file: Path,
+    name: str,
+    image: Tensor,
+    e: Explanation,
+    request: Request,
+    out: Path,
+    used: set[str],
 ) -> tuple[Section, Result]:
     pictures, maps = render.colour(e, style=request.style)[0], render.contributions(e)[0]
     photo = (image.expand(3, -1, -1).permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
@@ -182,14 +210,14 @@ def _show(
         total = e.contributions[0, k].sum().item()
         picture = Panel(row.name, pictures[k], f"W(x) in colour{share}")
         groups.append([picture, Panel(row.name, maps[k], f"contributions, sum {total:.2f}")])
-        slug = re.sub(r"[^A-Za-z0-9]+", "-", row.name).strip("-")
-        files.append(_write(out / f"{name}-{slug}.png", pictures[k]))
-        files.append(_write(out / f"{name}-{slug}-contributions.png", maps[k]))
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", row.name).strip("-")[:60] or str(row.index)
+        files.append(_write(out, f"{name}-{slug}", used, pictures[k]))
+        files.append(_write(out, f"{name}-{slug}-contributions", used, maps[k]))
     if request.delta:
         difference = render.delta(e, 0, 1)[0]
         title = f"{rows[0].name} − {rows[1].name}"
         groups.append([Panel(title, difference, f"orange: more for {rows[0].name}")])
-        files.append(_write(out / f"{name}-delta.png", difference))
+        files.append(_write(out, f"{name}-delta", used, difference))
     header = ("explained", "probability", "output", "residual")
     section = Section(str(file), groups, header, [row.cells() for row in rows])
     return section, Result(file, tuple(rows), tuple(files))
@@ -202,9 +230,20 @@ def _row(e: Explanation, k: int) -> Row:
     return Row(name, int(e.targets[0, k]), value, probability, e.residual[0, k].item())
 
 
-def _write(path: Path, picture: np.ndarray) -> Path:
+def _write(out: Path, stem: str, used: set[str], picture: np.ndarray) -> Path:
+    path = out / f"{_unused(stem, used)}.png"
     path.write_bytes(png(picture))
     return path
+
+
+def _unused(stem: str, used: set[str]) -> str:
+    """`stem`, numbered where it is taken; it is taken from now on."""
+    name, number = stem, 1
+    while name in used:
+        number += 1
+        name = f"{stem}-{number}"
+    used.add(name)
+    return name
 
 
 def _unique_names(files: Sequence[Path]) -> dict[Path, str]:
@@ -212,12 +251,9 @@ def _unique_names(files: Sequence[Path]) -> dict[Path, str]:
     names: dict[Path, str] = {}
     used: set[str] = set()
     for file in files:
-        name, number = file.stem, 1
-        while name in used:
-            number += 1
-            name = f"{file.stem}-{number}"
-        used.add(name)
-        names[file] = name
+        # As much of the name as leaves room for the class, in what every file system can write.
+        text = os.fsencode(file.stem)[:120].decode("utf-8", "ignore")
+        names[file] = _unused(text or "image", used)
     return names
 
 

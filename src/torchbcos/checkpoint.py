@@ -76,7 +76,7 @@ def save(
         "temperature": model.temperature,
         "logit_bias": model.logit_bias,
         "scales": {name: layer.scale for name, layer in model.bcos_layers()},
-        "provenance": dict(provenance or {}),
+        "provenance": {**model.provenance, **(provenance or {})},
     }
     try:
         text = json.dumps(config, sort_keys=True)
@@ -108,7 +108,12 @@ def load(
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path}: {_one_line(error)}") from error
-    return model.to(device).eval()
+    try:
+        return model.to(device).eval()
+    except (RuntimeError, AssertionError) as error:  # torch raises either, by its build
+        raise CheckpointError(
+            f"`device` (={str(device)!r}) cannot be used: {_one_line(error).split('. ')[0]}."
+        ) from error
 
 
 def _stored(value: Tensor, half: bool) -> Tensor:
@@ -117,7 +122,7 @@ def _stored(value: Tensor, half: bool) -> Tensor:
         value = value.half()
         if not torch.isfinite(value).all():
             raise ValueError("`half` (=True) would overflow: a weight is beyond float16's range.")
-    return value.contiguous()
+    return value.contiguous().clone()  # safetensors refuses two names for one memory
 
 
 def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:

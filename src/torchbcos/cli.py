@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 app = typer.Typer(
     help="Vision networks that explain themselves.",
@@ -26,15 +27,21 @@ def main() -> None:
     """The entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
     try:
         app()
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except (ValueError, TypeError) as error:
         fail(str(error))
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}." if error.filename else str(error))
 
 
 def fail(sentence: str) -> NoReturn:
+    complain(sentence)
+    sys.exit(2)
+
+
+def complain(sentence: str) -> None:
     errors.print(
         f"torchbcos: {' '.join(sentence.split())}", style="red", markup=False, soft_wrap=True
     )
-    sys.exit(2)
 
 
 @app.callback()
@@ -82,18 +89,23 @@ def explain(
         sys.stdout.write(json.dumps(run.as_json(), indent=1) + "\n")
     else:
         for result in run.results:
-            table = Table(title=str(result.file), title_justify="left")
+            table = Table(title=_text(str(result.file)), title_justify="left")
             for column in ("explained", "probability", "output", "residual"):
                 table.add_column(column, justify="left" if column == "explained" else "right")
             for row in result.rows:
-                table.add_row(*row.cells())
+                table.add_row(*map(_text, row.cells()))
             output.print(table)
         if run.page is not None:
             output.print(f"Open {run.page}", soft_wrap=True, markup=False)
     for sentence in run.refused:
-        errors.print(f"torchbcos: {sentence}", style="red", markup=False, soft_wrap=True)
+        complain(sentence)
     if run.refused:
         raise typer.Exit(2)
+
+
+def _text(words: str) -> Text:
+    """Words as they are: brackets are no markup, and what is no Unicode is shown as bytes."""
+    return Text(words.encode("utf-8", "backslashreplace").decode())
 
 
 def _unit(text: str) -> int | tuple[int, int, int] | None:
@@ -122,7 +134,9 @@ def convert(
     head: Annotated[
         str, typer.Option(help="Classify before pooling ('conv') or after ('pool').")
     ] = "conv",
-    num_classes: Annotated[int, typer.Option(help="How many classes.", min=1)] = 1000,
+    num_classes: Annotated[
+        int | None, typer.Option(help="How many classes; else the architecture's.", min=1)
+    ] = None,
     allow: Annotated[
         bool, typer.Option(help="Keep operations that break W(x)·x = output.")
     ] = False,

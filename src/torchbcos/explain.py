@@ -6,8 +6,10 @@ constant; it is then linear, and a backward pass from a unit gives that unit's r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -62,6 +64,9 @@ def explain(
     if isinstance(model, BcosModel):
         check_images(images, model.in_channels)
         check_values(images)
+    elif not isinstance(images, Tensor) or images.dim() != 4:
+        shape = tuple(getattr(images, "shape", ()))
+        raise ValueError(f"`images` (shape {shape}) must be a tensor [N, C, H, W].")
     if chunk < 1:
         raise ValueError(f"`chunk` (={chunk}) must be at least 1 image.")
     if layer is None and unit is not None:
@@ -74,6 +79,8 @@ def explain(
             f"`images` (on {images.device}) must be where the model is: use images.to('{device}')."
         )
     units: list[Any] = list(unit) if isinstance(unit, list) else [unit]
+    if not units:
+        raise ValueError("`unit` (=[]) must hold at least one unit.")
     parts = [
         _explain_chunk(
             model, part, _targets_of(targets, i, chunk, len(images)), layer, units, create_graph
@@ -100,11 +107,12 @@ def _explain_chunk(
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(_nothing_drawn_or_tracked(model))
         given = _network_input(model, images if create_graph else images.detach())
         x = given.detach().requires_grad_()
         if create_graph:
             with record_factors() as tape:
-                _ = tap(network, layer, given) if layer is not None else _logits(model, given)
+                full = tap(network, layer, given) if layer is not None else _logits(model, given)
             offsets = stack.enter_context(replay_factors(tape))
         else:
             offsets = stack.enter_context(collect_offsets())
@@ -116,7 +124,11 @@ def _explain_chunk(
         else:
             values, indices, positions = _pick_units(tap(network, layer, x), units, layer)
         rows, bias = _rows(values, x, offsets, create_graph)
-        outputs = values if create_graph else values.detach()
+        outputs = values.detach()
+        if create_graph:  # from the pass that the images' derivatives know
+            outputs = (
+                full.gather(1, indices) if layer is None else _pick_units(full, units, layer)[0]
+            )
         wide = torch.promote_types(x.dtype, torch.float32)
         contributions = (rows.to(wide) * given.to(wide)[:, None]).sum(2)
         residual = outputs.to(wide) - (contributions.sum((2, 3)) + bias)
@@ -191,15 +203,16 @@ def _logits(model: nn.Module, x: Tensor) -> Tensor:
 
 def _targets_of(targets: Targets, i: int, chunk: int, count: int) -> Targets:
     """The part of per-image targets that belongs to the i-th chunk."""
-    if isinstance(targets, np.ndarray):
-        targets = torch.from_numpy(targets)
-    if isinstance(targets, list | tuple) and targets and isinstance(targets[0], list | tuple):
+    nested = isinstance(targets, list | tuple) and targets and isinstance(targets[0], list | tuple)
+    if nested or isinstance(targets, np.ndarray):
         try:
-            targets = torch.tensor(targets)
+            targets = torch.tensor(
+                np.array(targets) if isinstance(targets, np.ndarray) else targets
+            )
         except (ValueError, TypeError) as error:
             raise ValueError(f"`targets` (={targets!r}) must be N lists of K classes.") from error
     if isinstance(targets, Tensor) and targets.dim() > 0:
-        if targets.dim() > 2 or len(targets) != count:
+        if targets.dim() > 2 or len(targets) != count or targets.numel() == 0:
             raise ValueError(
                 f"`targets` (shape {tuple(targets.shape)}) must be [N] or [N, K] for N = {count} "
                 "images; give a list for the same classes on every image."
@@ -226,7 +239,9 @@ def _resolve_targets(targets: Targets, logits: Tensor, names: Sequence[str] | No
         for value in (low, high):
             _check_class(value, k)
         return indices
-    listed = [targets] if isinstance(targets, int | str) else list(targets)
+    listed: list[Any] = [targets]
+    if isinstance(targets, Iterable) and not isinstance(targets, str):
+        listed = list(targets)
     if not listed:
         raise ValueError("`targets` (=[]) must hold at least one class; leave it out for the top.")
     found = [_class_index(t, k, names) for t in listed]
@@ -240,7 +255,7 @@ def _class_index(target: Any, count: int, names: Sequence[str] | None) -> int:
             raise ValueError(f"`targets` (={target!r}) must be a class of the model: {known}.")
         return list(names).index(target)
     try:
-        value = int(target)
+        value = operator.index(target)
     except (TypeError, ValueError) as error:
         raise TypeError(f"`targets` (={target!r}) must be a class index or name.") from error
     _check_class(value, count)
@@ -292,16 +307,36 @@ def _pick_units(
 def _unit_index(
     unit: Any, shape: tuple[int, int, int], layer: str
 ) -> tuple[int, int | None, int | None]:
-    parts = (unit,) if isinstance(unit, int) else unit
-    valid = (
-        isinstance(parts, tuple)
-        and len(parts) in (1, 3)
-        and all(isinstance(p, int) and 0 <= p < size for p, size in zip(parts, shape, strict=False))
-    )
-    if not valid:
+    try:
+        parts = tuple(map(operator.index, unit if isinstance(unit, tuple) else (unit,)))
+    except TypeError:
+        parts = ()
+    if len(parts) not in (1, 3) or not all(0 <= p < s for p, s in zip(parts, shape, strict=False)):
         raise ValueError(
             f"`unit` (={unit!r}) must be a channel or (channel, y, x) within the {shape} of "
             f"{layer!r}."
         )
-    channel, y, x = parts if len(parts) == 3 else (*parts, None, None)
-    return channel, y, x
+    if len(parts) == 1:
+        return parts[0], None, None
+    return parts[0], parts[1], parts[2]
+
+
+@contextmanager
+def _nothing_drawn_or_tracked(model: nn.Module) -> Iterator[None]:
+    """Random numbers and buffers as before, for a network in training of layers that are not ours.
+
+    Dropout draws numbers and torch's own norms keep statistics.
+    """
+    if not model.training:
+        yield
+        return
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    devices = [p.device for p in itertools.islice(model.parameters(), 1) if p.is_cuda]
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)

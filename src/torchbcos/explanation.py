@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -36,10 +36,13 @@ class Explanation:
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Explanation:
         """The explanations of some of the images; the batch dimension stays."""
-        if isinstance(index, int):
+        if not isinstance(index, slice | Sequence | Tensor | np.ndarray):
+            index = operator.index(index)  # a TypeError for what is none
             if not -len(self) <= index < len(self):
                 raise IndexError(f"`index` (={index}) is beyond {len(self)} images.")
             index = [index]
+        if isinstance(index, tuple) or (isinstance(index, Tensor) and index.dim() != 1):
+            raise TypeError(f"`index` (={index!r}) must pick images: a number, slice or list.")
         return self._each(lambda value: value[index])
 
     def delta(self, i: int, j: int) -> Tensor:
@@ -117,12 +120,13 @@ class Explanation:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            # Opened here, because np.load leaves a damaged file open.
+            with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 values = {name: _from_array(stored[name]) for name in stored.files}
             return cls(**values)
         except FileNotFoundError:
             raise
-        except (ValueError, TypeError, KeyError, OSError, EOFError, BadZipFile) as error:
+        except Exception as error:  # damaged archives raise nearly anything
             raise ValueError(f"{path} is no explanation that .save wrote: {error}") from error
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Explanation:
@@ -136,7 +140,7 @@ class Explanation:
     def __repr__(self) -> str:
         n, k, channels, height, width = self.weights.shape
         what = f"layer {self.layer!r}" if self.layer is not None else "logits"
-        scale = self.outputs.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+        scale = self.outputs.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
         miss = (self.residual.abs().amax() / scale).item()
         return (
             f"Explanation of {what}: {n} image{'s'[: n != 1]} × {k} target{'s'[: k != 1]}, W(x) of "

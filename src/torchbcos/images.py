@@ -21,22 +21,32 @@ class ImageError(ValueError):
 
 def find_images(paths: Iterable[str]) -> list[Path]:
     """Files, the images in folders (by their suffix), and what globs match, each once, in order."""
-    suffixes = set(Image.registered_extensions())
+    known = Image.registered_extensions().items()
+    suffixes = {suffix for suffix, kind in known if kind in Image.OPEN}  # .pdf is only written
     found: dict[Path, None] = {}
     for text in paths:
         path = Path(text)
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in suffixes)
+        try:
+            is_folder, exists = path.is_dir(), path.exists()
+        except OSError as error:
+            raise ImageError(f"{path} cannot be looked at: {error.strerror}.") from error
+        if not text:
+            raise ImageError("an empty name was given: name a file, a folder or a pattern.")
+        if is_folder:
+            inside = sorted(
+                p for p in path.rglob("*") if p.suffix.lower() in suffixes and not p.is_dir()
+            )
             if not inside:
                 raise ImageError(f"{path} is a folder without images: name a file or another one.")
             found.update(dict.fromkeys(inside))
-        elif path.exists() or not glob.has_magic(text):
+        elif exists or not glob.has_magic(text):
             found[path] = None  # a missing file is reported when it is read
         else:
             matches = [Path(p) for p in sorted(glob.glob(text, recursive=True))]  # noqa: PTH207
-            if not matches:
+            files = [p for p in matches if p.is_file()]
+            if not files:
                 raise ImageError(f"{text} matches no file: check the pattern.")
-            found.update(dict.fromkeys(p for p in matches if p.is_file()))
+            found.update(dict.fromkeys(files))
     return list(found)
 
 
@@ -54,7 +64,7 @@ def read_image(
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             warnings.filterwarnings("ignore", category=UserWarning, module="PIL")
             with Image.open(path) as file:
-                image = _to_rgb(ImageOps.exif_transpose(file), channels)
+                image = _to_rgb(ImageOps.exif_transpose(file), channels, path)
                 if size is not None:
                     image = ImageOps.fit(image, (size[1], size[0]), Image.Resampling.BILINEAR)
                 pixels = np.array(image, dtype=np.float32)
@@ -80,15 +90,14 @@ def read_image(
     return torch.from_numpy(pixels / 255).permute(2, 0, 1).contiguous()
 
 
-def _to_rgb(image: Image.Image, channels: int) -> Image.Image:
+def _to_rgb(image: Image.Image, channels: int, path: Path | str) -> Image.Image:
     """8-bit RGB or grey, from any mode."""
     if image.mode.startswith("I") or image.mode == "F":
         values = np.asarray(image, dtype=np.float64)
-        low, high = float(np.nanmin(values)), float(np.nanmax(values))
-        if not (np.isfinite(values).all() and low >= 0 and high <= 65535):
+        low, high = float(values.min()), float(values.max())  # NaN if there is one
+        if not (low >= 0 and high <= 65535):
             raise ImageError(
-                f"{getattr(image, 'filename', 'the image')} has values from {low:g} to {high:g}: "
-                "scale them to 0..1, 8 or 16 bits."
+                f"{path} has values from {low:g} to {high:g}: scale them to 0..1, 8 or 16 bits."
             )
         unit = 65535 if image.mode.startswith("I") or high > 255 else 255 if high > 1 else 1
         image = Image.fromarray((values / unit * 255).round().astype(np.uint8))

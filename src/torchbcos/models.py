@@ -221,7 +221,7 @@ def list_models() -> list[str]:
 def _model(
     conversion: Conversion, classes: Sequence[str] | None, architecture: Architecture
 ) -> BcosModel:
-    return BcosModel(
+    model = BcosModel(
         conversion.network,
         in_channels=conversion.channels,
         input_size=conversion.size,
@@ -230,6 +230,7 @@ def _model(
         report=conversion.report,
         architecture=architecture,
     )
+    return model.train()
 
 
 def _builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:

@@ -17,6 +17,8 @@ def tap(network: nn.Module, layer: str, x: Tensor) -> Tensor:
     any more stands for the last operation that came from it.
     """
     layer = layer.removeprefix("network.")
+    if not layer:
+        raise _unknown(network, layer)
     if not isinstance(network, fx.GraphModule):
         return _tap_module(network, layer, x)
     node = _node_of(network, layer)
@@ -86,7 +88,7 @@ def _tap_module(network: nn.Module, layer: str, x: Tensor) -> Tensor:
 
     hook = module.register_forward_hook(stop)
     try:
-        network(x)
+        network._call_impl(x)  # as it is, even if compiled in place
     except _Reached as reached:
         return reached.value
     finally:

@@ -16,7 +16,14 @@ from torchbcos.convert.modules import replace_modules
 from torchbcos.convert.report import Change, Report
 from torchbcos.convert.rewriter import SIGNAL, Options, Rewriter, Value
 from torchbcos.convert.rules import LEAF_NAMES, rule_for
-from torchbcos.convert.trace import TraceError, as_pair, first_channels, trace
+from torchbcos.convert.trace import (
+    ShapeError,
+    TraceError,
+    as_pair,
+    first_channels,
+    shapes,
+    trace,
+)
 
 __all__ = ["Change", "Conversion", "Report", "convert_network"]
 
@@ -57,7 +64,16 @@ def convert_network(
         report = Report(type(module).__name__, tuple(rewriter.changes), tuple(rewriter.breaks))
     except TraceError as error:
         used_size = as_pair(224 if size is None else size)
-        network, report = replace_modules(module, options, channels, used_size)
+        try:
+            network, report = replace_modules(module, options, channels, used_size)
+        except Exception as failure:  # the module's own code may fail in any way
+            if any(p.is_meta for p in module.parameters()):
+                raise RuntimeError("a check by numbers needs weights") from failure
+            raise ValueError(
+                f"{type(module).__name__} cannot be converted: its code cannot be traced "
+                f"({error}), and with its modules replaced it does not run "
+                f"({type(failure).__name__}: {' '.join(str(failure).split())})."
+            ) from failure
         report = replace(report, note=f"{report.note} Not traceable: {error}.")
     if strict and report.breaks:
         raise ValueError(
@@ -85,25 +101,39 @@ def _by_graph(
     channels: int,
     size: int | Sequence[int] | None,
     image: Value = Value(SIGNAL.kind, raw=True),  # noqa: B008 (frozen)
+    prefix: str = "",  # "aux." for the auxiliary classifier of that name
 ) -> tuple[fx.GraphModule, tuple[int, int], Rewriter]:
     gm, used_size = trace(module, LEAF_NAMES, channels, size)
 
-    def convert_auxiliary(part: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-        inner, _, inner_rewriter = _by_graph(part, options, head, shape[1], shape[2:], SIGNAL)
+    def convert_auxiliary(name: str, part: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        inner, _, inner_rewriter = _by_graph(
+            part, options, head, shape[1], shape[2:], SIGNAL, f"{prefix}{name}."
+        )
         rewriter.changes.extend(inner_rewriter.changes)
+        rewriter.breaks.extend(inner_rewriter.breaks)
         inner.graph.set_codegen(_TrainingOnly())
         inner.recompile()
         return inner
 
-    rewriter = Rewriter(gm, options, image, rule_for, convert_auxiliary)
+    rewriter = Rewriter(gm, options, image, rule_for, convert_auxiliary, prefix)
     rewriter.run()
     if head == "conv":
-        moved = move_heads(gm)
+        moved = {prefix + name for name in move_heads(gm)}
         rewriter.changes = [
             replace(c, became="BcosConv2d, before the pool") if c.place in moved else c
             for c in rewriter.changes
         ]
     gm.graph.lint()
+    if image.raw:
+        try:
+            shapes(gm, 2 * channels, used_size, rewriter.last_on_image())
+        except ShapeError as error:
+            raise ValueError(
+                f"{type(module).__name__} cannot take the encoded image, which has {2 * channels} "
+                f"channels: {error}. Whatever comes before the first layer must not depend on the "
+                "number of channels."
+            ) from error
+    gm = fx.GraphModule(gm, gm.graph, class_name=type(module).__name__)  # without unused parameters
     return copy.deepcopy(gm), used_size, rewriter  # shares nothing with `module`
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torchbcos.convert.trace import class_key
 from torchbcos.convert.twins import average_pool, bcos_convolution, bcos_linear, uncentred_norm
 from torchbcos.encoding import encode
 from torchbcos.functional import collect_offsets
+from torchbcos.layers import BcosLayer
 
 __all__ = ["completeness_error", "replace_modules"]
 
@@ -27,15 +29,18 @@ def replace_modules(
     network = copy.deepcopy(module)
     changes: list[Change] = []
     widen = 2  # the first layer sees the encoded image
-    for name, old in list(network.named_modules()):
-        new = _twin(old, widen, options)
+    twins: dict[nn.Module, nn.Module | None] = {}
+    for name, old in list(network.named_modules(remove_duplicate=False)):
+        if old not in twins:
+            twins[old] = _twin(old, widen, options)
+        new = twins[old]
         if new is None or not name:
             continue
         if isinstance(old, nn.modules.conv._ConvNd | nn.Linear):
             widen = 1
         parent, _, child = name.rpartition(".")
         setattr(network.get_submodule(parent), child, new)
-        became = "removed" if isinstance(new, nn.Identity) else type(new).__name__
+        became = "removed" if isinstance(new, nn.Identity | nn.Dropout) else type(new).__name__
         changes.append(Change(name, type(old).__name__, became))
     error = completeness_error(network, channels, size)
     breaks: tuple[str, ...] = ()
@@ -55,11 +60,31 @@ def _twin(old: nn.Module, widen: int, options: Options) -> nn.Module | None:
         return bcos_linear(old, widen, options.b, options.max_out)
     if isinstance(old, NORMS) or key in NORM_NAMES:
         return (uncentred_norm(old) if options.norm else None) or nn.Identity()
+    if isinstance(old, nn.modules.dropout._DropoutNd):
+        return nn.Dropout(0.0)  # the network's code may ask for its `p`
     if key in ACTIVATIONS | DROPOUTS:
         return nn.Identity()
     if isinstance(old, nn.modules.pooling._MaxPoolNd | nn.modules.pooling._AdaptiveMaxPoolNd):
         return average_pool(old)
     return None
+
+
+def _set_scales(network: nn.Module, x: Tensor) -> None:
+    """Give every B-cos layer an output of root mean square 1: a faded signal would hide errors."""
+
+    def settle(layer: nn.Module, _: Any, out: Tensor) -> Tensor:
+        gain = 1 / out.square().mean().sqrt().clamp(min=torch.finfo(out.dtype).tiny).item()
+        layer.scale = float(layer.scale) * gain  # type: ignore[arg-type, assignment]
+        return out * gain
+
+    layers = [m for m in network.modules() if isinstance(m, BcosLayer)]
+    hooks = [layer.register_forward_hook(settle) for layer in layers]
+    try:
+        with torch.no_grad():
+            network(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def completeness_error(network: nn.Module, channels: int, size: tuple[int, int]) -> float:
@@ -68,6 +93,7 @@ def completeness_error(network: nn.Module, channels: int, size: tuple[int, int])
     generator = torch.Generator().manual_seed(0)
     image = torch.rand(1, channels, *size, generator=generator, dtype=torch.float64)
     x = encode(image).requires_grad_()
+    _set_scales(network, x)
     with torch.enable_grad(), collect_offsets() as offsets:
         out = network(x)
         out = (out if isinstance(out, Tensor) else out[0]).flatten()
@@ -76,4 +102,4 @@ def completeness_error(network: nn.Module, channels: int, size: tuple[int, int])
         grads = torch.autograd.grad(total, [x, *offsets], allow_unused=True)
     linear = sum((g * v).sum() for g, v in zip(grads, [x, *offsets], strict=True) if g is not None)
     scale = (out * mix).abs().sum().clamp(min=torch.finfo(out.dtype).tiny)
-    return float((total - linear).abs() / scale)
+    return float(((total - linear).abs() / scale).detach())

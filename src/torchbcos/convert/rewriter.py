@@ -11,8 +11,9 @@ Every value in the graph is one of three kinds:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import fx, nn
 
 from torchbcos.convert.report import Change
 from torchbcos.convert.trace import submodule
+from torchbcos.layers import BcosLayer
 
 __all__ = ["CONSTANT", "SIGNAL", "Kind", "Options", "Rewriter", "Rule", "Value", "name_of"]
 
@@ -68,7 +70,8 @@ class Rewriter:
         options: Options,
         image: Value,
         rule_for: Callable[[fx.Node, nn.Module | None], Rule],
-        convert_auxiliary: Callable[[nn.Module, tuple[int, ...]], nn.Module],
+        convert_auxiliary: Callable[[str, nn.Module, tuple[int, ...]], nn.Module],
+        prefix: str = "",
     ) -> None:
         self.gm = gm
         self.options = options
@@ -77,15 +80,22 @@ class Rewriter:
         self._image = image
         self._rule_for = rule_for
         self.convert_auxiliary = convert_auxiliary
+        self._prefix = prefix
         self.values: dict[fx.Node, Value] = {}
         self._replaced: set[str] = set()
 
     def run(self) -> None:
+        _out_of_place(self.gm.graph)
         for node in list(self.gm.graph.nodes):
             self.values[node] = self.visit(node)
         self.gm.graph.eliminate_dead_code()
         self.gm.delete_all_unused_submodules()
         self.gm.recompile()
+
+    def last_on_image(self) -> fx.Node | None:
+        """The last operation that sees the image itself, however reshaped."""
+        nodes = reversed(list(self.gm.graph.nodes))
+        return next((n for n in nodes if any(self.value(i).raw for i in n.all_input_nodes)), None)
 
     def visit(self, node: fx.Node) -> Value:
         if node.op == "placeholder":
@@ -102,12 +112,17 @@ class Rewriter:
         if all(value.kind is Kind.CONSTANT for value in inputs):
             return CONSTANT
         module = submodule(self.gm, node) if node.op == "call_module" else None
+        if module is None:
+            _by_position(node)
+        elif str(node.target) in self._replaced:  # used twice, converted once
+            value = self.joined(node)
+            return replace(value, raw=False) if isinstance(module, BcosLayer) else value
         return self._rule_for(node, module)(self, node, module)
 
     # What rules are made of.
 
     def value(self, argument: Any) -> Value:
-        return self.values[argument] if isinstance(argument, fx.Node) else CONSTANT
+        return self.values.get(argument, CONSTANT) if isinstance(argument, fx.Node) else CONSTANT
 
     def joined(self, node: fx.Node) -> Value:
         """The kind of a linear combination of the node's inputs."""
@@ -119,10 +134,10 @@ class Rewriter:
 
     def place(self, node: fx.Node) -> str:
         if node.op == "call_module":
-            return str(node.target)
+            return f"{self._prefix}{node.target}"
         stack = node.meta.get("nn_module_stack") or {}
-        inside = [key for key in stack if key]
-        return f"{inside[-1]}: {name_of(node)}" if inside else name_of(node)
+        inside = [self._prefix + key for key in stack if key] or [self._prefix.rstrip(".")]
+        return f"{inside[-1]}: {name_of(node)}".removeprefix(": ")
 
     def operation(self, node: fx.Node) -> str:
         module = submodule(self.gm, node) if node.op == "call_module" else None
@@ -137,10 +152,6 @@ class Rewriter:
         node.replace_all_uses_with(source)
         self.gm.graph.erase_node(node)
         return self.values[source]
-
-    def replaced(self, node: fx.Node) -> bool:
-        """Whether this module was met before: one used twice is converted once."""
-        return str(node.target) in self._replaced
 
     def put_module(self, node: fx.Node, module: nn.Module, became: str = "") -> None:
         self.note(node, became or type(module).__name__)
@@ -165,6 +176,50 @@ class Rewriter:
             if self.values[n].kind is Kind.FACTOR:
                 return self.values[n]
         return Value(Kind.FACTOR, cause=f"`{self.operation(node)}` at {self.place(node)}")
+
+
+#: For calls by keyword, the order of the arguments that the rules read.
+_ORDER: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys("add sub rsub mul multiply div divide matmul".split(), ("input", "other")),
+    **dict.fromkeys(["bmm", "mm"], ("input", "mat2")),
+    **dict.fromkeys(["cat", "concat", "concatenate", "stack"], ("tensors", "dim")),
+    "addcmul": ("input", "tensor1", "tensor2"),
+    "scaleddotproductattention": ("query", "key", "value"),
+}
+
+
+def _by_position(node: fx.Node) -> None:
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for name in _ORDER.get(name_of(node), ())[len(args) :]:
+        if name not in kwargs:
+            break
+        args.append(kwargs.pop(name))
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+_IN_PLACE: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    operator.imatmul: operator.matmul,
+}
+
+
+def _out_of_place(graph: fx.Graph) -> None:
+    """x.add_(y) as x = x.add(y): with an activation gone, x may be the value of others as well."""
+    met: set[fx.Node] = set()
+    for node in graph.nodes:
+        met.add(node)
+        target: Any = node.target
+        if node.op == "call_function" and target in _IN_PLACE:
+            node.target = _IN_PLACE[target]
+        elif node.op == "call_method" and target.endswith("_") and not target.endswith("__"):
+            node.target = target.removesuffix("_")
+        else:
+            continue
+        if isinstance(node.args[0], fx.Node):
+            node.args[0].replace_all_uses_with(node, lambda user: user not in met)
 
 
 #: What a rule is: it may change the graph around a node, and says what kind its value is.

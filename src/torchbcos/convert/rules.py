@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from torchbcos import functional
 from torchbcos.convert.rewriter import CONSTANT, Kind, Rewriter, Rule, Value, name_of
-from torchbcos.convert.trace import class_key, is_auxiliary
+from torchbcos.convert.trace import BATCH, class_key, is_auxiliary
 from torchbcos.convert.twins import average_pool, bcos_convolution, bcos_linear, uncentred_norm
 
 __all__ = ["LEAF_NAMES", "rule_for"]
@@ -23,7 +23,7 @@ __all__ = ["LEAF_NAMES", "rule_for"]
 ACTIVATIONS = frozenset(
     "relu relu6 leakyrelu elu selu celu gelu silu mish hardswish prelu rrelu hardtanh softplus "
     "swish hardmish gelutanh quickgelu preluact swishjit hardswishjit mishjit threshold "
-    "softsign hardshrink softshrink tanhshrink logsigmoid".split()
+    "starrelu softsign hardshrink softshrink tanhshrink logsigmoid".split()
 )
 DROPOUTS = frozenset(
     "dropout dropout1d dropout2d dropout3d alphadropout featurealphadropout featuredropout "
@@ -33,7 +33,7 @@ LINEAR = frozenset(
     "avgpool1d avgpool2d avgpool3d adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d "
     "mean sum neg cat concat stack flatten unflatten view reshape permute transpose t squeeze "
     "unsqueeze contiguous chunk split tensorsplit unbind getitem narrow select roll flip expand "
-    "expandas repeat clone to float half double typeas movedim swapaxes swapdims interpolate "
+    "repeat clone to float half double movedim swapaxes swapdims interpolate "
     "upsample pixelshuffle pixelunshuffle channelshuffle unfold fold identity cumsum "
     "zeropad1d zeropad2d zeropad3d reflectionpad1d reflectionpad2d reflectionpad3d "
     "replicationpad1d replicationpad2d replicationpad3d circularpad1d circularpad2d circularpad3d "
@@ -47,7 +47,10 @@ NORMS = (
     nn.RMSNorm,
 )
 NORM_NAMES = frozenset("frozenbatchnorm2d layernorm2d groupnorm1".split())
-SIZES = frozenset("size dim numel ndimension getattr".split())
+SIZES = frozenset("size dim numel ndimension".split())
+FUNCTIONAL_NORMS = frozenset(
+    "batchnorm layernorm groupnorm instancenorm localresponsenorm rmsnorm".split()
+)
 #: Modules of these names are not looked into, whichever library they come from.
 LEAF_NAMES = ACTIVATIONS | DROPOUTS | NORM_NAMES
 
@@ -68,6 +71,19 @@ def _size(r: Rewriter, node: fx.Node, _: Any) -> Value:
     return CONSTANT
 
 
+def _attribute(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """x.shape and the like are no signal; x.mT is one."""
+    if node.args[1] in ("T", "mT", "H", "mH", "data"):
+        return _keep(r, node, None)
+    return CONSTANT
+
+
+def _like_another(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """a.expand_as(b): only the shape of b matters."""
+    r.note(node, "kept")
+    return r.value(node.args[0])
+
+
 def _unknown(r: Rewriter, node: fx.Node, _: Any) -> Value:
     r.note(node, "kept as a factor")
     return r.factor(node)
@@ -78,10 +94,8 @@ def _layer(r: Rewriter, node: fx.Node, module: Any) -> Value:
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
         return _unknown(r, node, module)
     value = r.joined(node)
-    if not r.replaced(node):
-        make = bcos_linear if isinstance(module, nn.Linear) else bcos_convolution
-        new = make(module, 2 if value.raw else 1, r.options.b, r.options.max_out)
-        r.put_module(node, new)
+    make = bcos_linear if isinstance(module, nn.Linear) else bcos_convolution
+    r.put_module(node, make(module, 2 if value.raw else 1, r.options.b, r.options.max_out))
     return replace(value, raw=False)
 
 
@@ -91,38 +105,41 @@ def _functional_layer(r: Rewriter, node: fx.Node, _: Any) -> Value:
     if not isinstance(weight, fx.Node) or r.value(weight).kind is not Kind.CONSTANT:
         return _unknown(r, node, None)
     name = name_of(node)
-    learned = weight.op == "get_attr" and isinstance(
-        operator.attrgetter(str(weight.target))(r.gm), nn.Parameter
-    )
-    if not learned:
-        return _keep(r, node, None)
     given = dict(zip(_CONV_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
     given.pop("bias", None)
+    if not _is_learned(r.gm, weight):
+        node.args, node.kwargs = (), given
+        return _keep(r, node, None)
     function = getattr(functional, f"bcos_{name}")
     r.put_function(node, function, (), f"bcos_{name}")
     node.kwargs = {**given, "b": r.options.b}
     return replace(r.joined(node), raw=False)
 
 
+def _is_learned(gm: fx.GraphModule, weight: fx.Node) -> bool:
+    """Whether a parameter is among what the weight is made of."""
+    if weight.op == "get_attr":
+        return isinstance(operator.attrgetter(str(weight.target))(gm), nn.Parameter)
+    return any(_is_learned(gm, source) for source in weight.all_input_nodes)
+
+
 _CONV_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
 def _norm(r: Rewriter, node: fx.Node, module: Any) -> Value:
-    if not r.replaced(node):
-        new = uncentred_norm(module) if r.options.norm else None
-        if new is None:
-            return r.remove(node)
-        r.put_module(node, new)
+    new = uncentred_norm(module) if r.options.norm else None
+    if new is None:
+        return r.remove(node)
+    r.put_module(node, new)
     return r.joined(node)
 
 
 def _max_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
     if module is not None:
-        if not r.replaced(node):
-            new = average_pool(module)
-            if new is None:
-                return _unknown(r, node, module)
-            r.put_module(node, new)
+        new = average_pool(module)
+        if new is None:
+            return _unknown(r, node, module)
+        r.put_module(node, new)
         return r.joined(node)
     names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -137,8 +154,12 @@ def _max_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
 def _adaptive_max_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
     if module is not None:
         return _max_pool(r, node, module)
+    names = ("input", "output_size", "return_indices")
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if given.get("return_indices"):
+        return _unknown(r, node, module)
     average = getattr(F, f"adaptive_avg_pool{name_of(node)[-2:]}")
-    r.put_function(node, average, (*node.args[:2], *node.kwargs.values()), "average pool")
+    r.put_function(node, average, (given["input"], given["output_size"]), "average pool")
     return r.joined(node)
 
 
@@ -157,6 +178,8 @@ def _product(r: Rewriter, node: fx.Node, _: Any) -> Value:
 
 def _quotient(r: Rewriter, node: fx.Node, _: Any) -> Value:
     a, b = node.args[0], node.args[1]
+    if node.kwargs.get("rounding_mode") is not None:
+        return _unknown(r, node, None)
     if r.value(b).kind is Kind.CONSTANT:
         return _keep(r, node, None)
     if r.value(a).kind is not Kind.SIGNAL:
@@ -173,25 +196,31 @@ def _matrix_product(r: Rewriter, node: fx.Node, _: Any) -> Value:
         return _keep(r, node, None)
     if Kind.SIGNAL not in kinds:
         return _unknown(r, node, None)
-    signal = b if kinds[1] is Kind.SIGNAL else a
-    args = tuple(p if p is signal else r.insert(node, functional.hold, p) for p in (a, b))
-    r.put_function(node, torch.matmul, args, "one side held constant")
-    return r.value(signal)
+    args: list[Any] = [a, b]
+    kept = 1 if kinds[1] is Kind.SIGNAL else 0
+    args[1 - kept] = r.insert(node, functional.hold, args[1 - kept])
+    r.put_function(node, torch.matmul, tuple(args), "one side held constant")
+    return r.value(args[kept])
 
 
 def _attention(r: Rewriter, node: fx.Node, _: Any) -> Value:
     q, k, v = node.args[:3]
     if r.value(v).kind is not Kind.SIGNAL:
         return _unknown(r, node, None)
-    held = (r.insert(node, functional.hold, q), r.insert(node, functional.hold, k))
     r.note(node, "attention weights held constant")
-    node.args = (*held, v, *node.args[3:])
+
+    def hold(value: Any) -> Any:  # a mask may depend on the image as well
+        held = r.value(value).kind is not Kind.CONSTANT
+        return r.insert(node, functional.hold, value) if held else value
+
+    node.args = (hold(q), hold(k), v, *map(hold, node.args[3:]))
+    node.kwargs = {name: hold(value) for name, value in node.kwargs.items()}
     return r.value(v)
 
 
 def _sum(r: Rewriter, node: fx.Node, _: Any) -> Value:
     """a + b and a - b, where either may be a constant: an offset."""
-    if len(node.args) != 2 or node.kwargs:
+    if len(node.args) != 2 or node.kwargs or not _batch_comes_first(r, node):
         return _unknown(r, node, None)
     a, b = node.args
     minus = name_of(node) in ("sub", "rsub")
@@ -206,6 +235,13 @@ def _sum(r: Rewriter, node: fx.Node, _: Any) -> Value:
     value = r.value(a)
     r.put_function(node, functional.add_offset, (a, b), "offset added")
     return value
+
+
+def _batch_comes_first(r: Rewriter, node: fx.Node) -> bool:
+    """Offsets are kept apart image by image along the first dimension, so it must be theirs."""
+    constants = [n for n in node.all_input_nodes if r.value(n).kind is Kind.CONSTANT]
+    shape = node.meta.get("shape", ())
+    return not constants or not shape or shape[0] % BATCH == 0
 
 
 def _scaled_sum(r: Rewriter, node: fx.Node, _: Any) -> Value:
@@ -224,6 +260,8 @@ def _joined_with_offsets(r: Rewriter, node: fx.Node, _: Any) -> Value:
     """cat and stack, where a constant among the parts (a class token) is an offset."""
     parts = node.args[0]
     if isinstance(parts, list | tuple):
+        if not _batch_comes_first(r, node):
+            return _unknown(r, node, None)
         marked = [
             r.insert(node, functional.offset, p) if r.value(p).kind is Kind.CONSTANT else p
             for p in parts
@@ -246,8 +284,8 @@ def _named_tuple(r: Rewriter, node: fx.Node, _: Any) -> Value:
 
 
 def _auxiliary(r: Rewriter, node: fx.Node, module: nn.Module) -> Value:
-    shape = node.all_input_nodes[0].meta["shape"]
-    r.put_module(node, r.convert_auxiliary(module, shape), "B-cos, runs in training only")
+    name, shape = str(node.target), node.all_input_nodes[0].meta["shape"]
+    r.put_module(node, r.convert_auxiliary(name, module, shape), "B-cos, runs in training only")
     return r.joined(node)
 
 
@@ -256,10 +294,12 @@ def _table(*entries: tuple[Iterable[str], Rule]) -> dict[str, Rule]:
 
 
 _NAMED: dict[str, Rule] = _table(
-    (ACTIVATIONS | DROPOUTS, _remove),
+    (ACTIVATIONS | DROPOUTS | FUNCTIONAL_NORMS, _remove),
     (LINEAR, _keep),
     (SIZES, _size),
-    (["cat", "concat", "stack"], _joined_with_offsets),
+    (["getattr"], _attribute),
+    (["expandas", "reshapeas", "viewas", "typeas"], _like_another),
+    (["cat", "concat", "concatenate", "stack"], _joined_with_offsets),
     (["add", "sub", "rsub"], _sum),
     (["addcmul"], _scaled_sum),
     (["mul", "multiply"], _product),

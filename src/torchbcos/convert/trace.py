@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["LEAVES", "TraceError", "as_pair", "class_key", "first_channels", "trace"]
+__all__ = [
+    "BATCH",
+    "LEAVES",
+    "ShapeError",
+    "TraceError",
+    "as_pair",
+    "class_key",
+    "first_channels",
+    "shapes",
+    "trace",
+]
 
+#: Images in the batch that shapes are computed for: a number that no other dimension has.
+BATCH = 31
 #: Modules kept whole, subclasses too: a library's own convolution is still a convolution.
 LEAVES = (
     nn.modules.conv._ConvNd,
@@ -20,6 +32,8 @@ LEAVES = (
     nn.LayerNorm,
     nn.GroupNorm,
     nn.modules.dropout._DropoutNd,
+    nn.modules.pooling._MaxPoolNd,
+    nn.modules.pooling._AdaptiveMaxPoolNd,
     nn.MultiheadAttention,
 )
 _COMMON_SIZES = (224, 299, 256, 32, 64, 28, 96, 128, 160, 192, 240, 288, 320, 384)
@@ -35,9 +49,10 @@ def class_key(module: nn.Module) -> str:
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, leaf_names: frozenset[str]) -> None:
+    def __init__(self, leaf_names: frozenset[str], proxy_buffers: bool) -> None:
         super().__init__()
         self._leaf_names = leaf_names
+        self.proxy_buffer_attributes = proxy_buffers
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return (
@@ -66,7 +81,10 @@ def trace(
     training = {m: m.training for m in module.modules()}
     try:
         module.train(any(is_auxiliary(m) for m in module.modules()))
-        graph = _Tracer(leaf_names).trace(module)
+        try:
+            graph = _Tracer(leaf_names, proxy_buffers=False).trace(module)
+        except Exception:  # a buffer may be given a size of the image
+            graph = _Tracer(leaf_names, proxy_buffers=True).trace(module)
         gm = fx.GraphModule(module, graph, class_name=type(module).__name__)
         sizes = _COMMON_SIZES if size is None else (size,)
         return gm, _shapes_at_first(gm, channels, [as_pair(s) for s in sizes])
@@ -89,22 +107,58 @@ def _shapes_at_first(
     failure: Exception | None = None
     for size in sizes:
         try:
-            with ExitStack() as stack:
-                stack.enter_context(torch.no_grad())
-                stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-                device = next(gm.parameters()).device
-                _ShapeInterpreter(gm).run(torch.empty(2, channels, *size, device=device))
+            shapes(gm, channels, size)
             return size
-        except Exception as error:
+        except ShapeError as error:
             failure = failure or error
     raise TraceError(f"no image of {sizes[0][0]}×{sizes[0][1]} px passes: {failure}")
 
 
+class ShapeError(Exception):
+    """The graph does not run on images of some shape."""
+
+
+def shapes(
+    gm: fx.GraphModule, channels: int, size: tuple[int, int], last: fx.Node | None = None
+) -> None:
+    """Set `meta["shape"]` on each node (until `last`), for a batch of such images."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    interpreter = _ShapeInterpreter(gm, last)
+    try:
+        log.setLevel(logging.CRITICAL)  # it prints a traceback for each size that does not pass
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            device = next(gm.parameters()).device
+            interpreter.run(torch.empty(BATCH, channels, *size, device=device))
+    except _Reached:
+        return
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        at = str(interpreter.current.target if interpreter.current else "its start")
+        raise ShapeError(f"{reason} (at {at})") from error
+    finally:
+        log.setLevel(level)
+
+
+class _Reached(Exception):  # noqa: N818 (no error: it ends the run)
+    pass
+
+
 class _ShapeInterpreter(fx.Interpreter):
+    current: fx.Node | None = None
+
+    def __init__(self, gm: fx.GraphModule, last: fx.Node | None) -> None:
+        super().__init__(gm)
+        self.extra_traceback = False
+        self._last = last
+
     def run_node(self, n: fx.Node) -> Any:
+        self.current = n
         value = super().run_node(n)
         if isinstance(value, Tensor):
             n.meta["shape"] = tuple(value.shape)
+        if n is self._last:
+            raise _Reached
         return value
 
 

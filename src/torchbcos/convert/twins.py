@@ -55,14 +55,19 @@ def bcos_linear(module: nn.Linear, widen: int, b: float, max_out: int) -> BcosLa
 
 def average_pool(module: Any) -> nn.Module | None:
     """For a max pool the average pool of its geometry; None where there is none (dilation)."""
-    dims = type(module).__name__[-2]
+    if getattr(module, "return_indices", False):
+        return None
+    dims = next(d for d in (1, 2, 3) if f"{d}d" in type(module).__name__.lower())
     if isinstance(module, nn.modules.pooling._AdaptiveMaxPoolNd):
         pool: nn.Module = getattr(nn, f"AdaptiveAvgPool{dims}d")(module.output_size)
         return pool
     if module.dilation not in (1, (1,), (1, 1), (1, 1, 1)):
         return None
-    geometry = (module.kernel_size, module.stride, module.padding, module.ceil_mode)
-    average: nn.Module = _AVG_POOL[int(dims)](*geometry, count_include_pad=True)
+    padding = module.padding
+    if class_key(module) == "maxpool2dsame":  # timm's, which pads in its own forward
+        padding = tuple(k // 2 for k in module.kernel_size)
+    geometry = (module.kernel_size, module.stride, padding, module.ceil_mode)
+    average: nn.Module = _AVG_POOL[dims](*geometry, count_include_pad=True)
     return average
 
 
@@ -70,7 +75,7 @@ def uncentred_norm(module: Any) -> nn.Module | None:
     """The dynamic-linear norm, without bias, in place of `module`; None where there is none."""
     eps = getattr(module, "eps", None) or 1e-5
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        if class_key(module) == "layernorm2d":
+        if class_key(module).endswith("2d"):
             return norms.UncentredPositionNorm(module.normalized_shape[0], eps, bias=False)
         return norms.UncentredLayerNorm(list(module.normalized_shape), eps, bias=False)
     if isinstance(module, nn.GroupNorm):

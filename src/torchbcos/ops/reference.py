@@ -67,8 +67,10 @@ def box_sum(
     >>> box_sum(torch.ones(1, 1, 4), kernel=[3], stride=[1], padding=[1], dilation=[1])
     tensor([[[2., 3., 3., 2.]]])
     """
-    # Torch's pools are fast but know neither dilation nor a padding beyond half the kernel.
-    if any(p > k // 2 for p, k in zip(padding, kernel, strict=True)):
+    # Torch's pools are fast but know neither dilation nor a padding beyond half the kernel, and
+    # the one in three dimensions wants an input larger than the kernel before it is padded.
+    beyond = any(p > k // 2 for p, k in zip(padding, kernel, strict=True))
+    if beyond or (len(kernel) == 3 and any(padding)):
         x = F.pad(x, [p for p in reversed(padding) for _ in range(2)])
         padding = [0] * len(kernel)
     if all(k == 1 or d == 1 for k, d in zip(kernel, dilation, strict=True)):
