@@ -32,8 +32,9 @@ bench: setup
 	$(BIN)/python benchmarks/explain.py
 
 docs: setup
-	$(BIN)/python benchmarks/architectures.py --docs-only
-	$(BIN)/pytest -q --doctest-glob="*.md" README.md docs
+	$(BIN)/python benchmarks/architectures.py
+	$(BIN)/python docs/make_pictures.py
+	$(BIN)/pytest -q README.md docs
 
 clean:
 	rm -rf .venv build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis

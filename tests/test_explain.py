@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import torchbcos as tb
 from oracle import TOLERANCE, Layer, array, assert_agrees, average_pool_matrix, variances
 from torchbcos import functional as BF
+from torchbcos import mode
 from torchbcos.data import shapes
 from torchbcos.encoding import encode
 
@@ -666,6 +667,46 @@ def test_frozen_parameters_make_no_difference():
     assert_same(tb.explain(model.requires_grad_(False), images), expected)
 
 
+# In a loss.
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("arguments", [{"targets": "all"}, {"layer": "residual", "unit": [0, 1]}])
+@pytest.mark.parametrize("make", [converted, bare])
+def test_differentiable_explanations_are_the_same(make, arguments, training):
+    model = make().train(training)
+    images = pictures(channels=3 if make is converted else 6)
+    if make is bare and "layer" in arguments:
+        arguments = {**arguments, "layer": "body." + arguments["layer"]}
+    plain = tb.explain(model, images, **arguments)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    e = tb.explain(model, images, **arguments, create_graph=True)
+    assert e.weights.requires_grad
+    assert not plain.weights.requires_grad
+    assert_same(e, plain, tolerance=1e-12)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("part", ["weights", "contributions", "bias", "outputs", "residual"])
+@pytest.mark.parametrize("by", ["conv.weight", "norm.bias", "residual.conv.weight", "images"])
+def test_their_derivatives_are_those_of_finite_differences(by, part):
+    torch.manual_seed(0)
+    model, images = converted(), pictures(1).requires_grad_()
+    leaf = images if by == "images" else model.network.get_parameter(by)
+    mix = torch.randn(getattr(tb.explain(model, images, 1), part).shape, dtype=torch.float64)
+    e = tb.explain(model, images, 1, create_graph=True)
+    (grad,) = torch.autograd.grad((getattr(e, part) * mix).sum(), leaf, allow_unused=True)
+    direction = torch.randn_like(leaf)
+    step, ends = 1e-6, []
+    with torch.no_grad():
+        for sign in (1, -1):
+            leaf += sign * step * direction
+            ends.append((getattr(tb.explain(model, images, 1), part) * mix).sum().item())
+            leaf -= sign * step * direction
+    along = 0.0 if grad is None else (grad * direction).sum().item()
+    assert along == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-4, abs=1e-6)
+
+
 # Nothing is left behind.
 
 
@@ -691,7 +732,7 @@ def trace_of(model, images):
         "python": python_random.getstate(),
         "grad": torch.is_grad_enabled(),
         "explaining": BF.in_explanation_mode(),
-        "offsets": BF._offsets.get(),
+        "mode": (mode._entered.times, mode._offsets.get(), mode._tape.get()),
         "dtype": torch.get_default_dtype(),
     }
 
