@@ -46,10 +46,10 @@ def _normalise(
     bias: Tensor | None,
     shape: tuple[int, ...],
 ) -> Tensor:
-    out = x.to(accumulation_dtype(x.dtype))
+    factor = hold((variance + eps).rsqrt())
     if weight is not None:
-        out = out * weight.view(shape)
-    out = out * hold((variance + eps).rsqrt())
+        factor = factor * weight.view(shape)  # mostly small, so that x is passed over once
+    out = x.to(accumulation_dtype(x.dtype)) * factor
     if bias is not None:
         out = add_offset(out, bias.view(shape))
     return out.to(x.dtype)
