@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,8 +199,3 @@ def _list_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tenso
         files += inside
         labels += [label] * len(inside)
     return files, torch.tensor(labels)
-
-
-def batches(count: int, batch: int) -> Iterator[Tensor]:
-    """Indices 0..count in order, in batches."""
-    yield from torch.arange(count).split(batch)
