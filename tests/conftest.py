@@ -1,5 +1,10 @@
+import os
+
 import hypothesis
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 hypothesis.settings.register_profile(
     "reproducible",

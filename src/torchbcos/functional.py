@@ -8,6 +8,8 @@ more: `b`, the exponent; `max_out`, how many adjacent rows of `weight` compete f
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ from torchbcos.mode import (
     explanation_mode,
     gate,
     hold,
+    holder,
     in_explanation_mode,
     offset,
     record_factors,
@@ -34,7 +37,9 @@ from torchbcos.mode import (
 )
 
 __all__ = [
+    "add",
     "add_offset",
+    "avg_pool2d",
     "bcos_conv1d",
     "bcos_conv2d",
     "bcos_conv3d",
@@ -64,18 +69,14 @@ def bcos_linear(
     tensor([1.8000, 3.2000])
     """
     check_transform(b, max_out, scale)
-    _check_weight(weight, 2, max_out)
+    _check_weight(weight.shape, 2, max_out)
     _check_float(input)
     if input.dim() < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"`input` (shape {tuple(input.shape)}) must end in {weight.shape[1]} features, the "
             f"second size of `weight` (shape {tuple(weight.shape)})."
         )
-    rows = _unit_major(ops.unit_rows(weight), 1, max_out)
-    lin = F.linear(input, rows)
-    if max_out > 1:
-        lin = _max_unit(lin.unflatten(-1, (max_out, -1)), -2)
-    return _scaled(lin, _sq_norm(input, b, -1), b, scale)
+    return ops.bcos_linear(input, weight, b, max_out, scale, holder())
 
 
 def bcos_conv1d(
@@ -140,7 +141,30 @@ def bcos_conv3d(
     )
 
 
-_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+def avg_pool2d(
+    input: Tensor,  # [N, C, H, W]
+    kernel_size: int | Iterable[int],
+    stride: int | Iterable[int] | None = None,
+    padding: int | Iterable[int] = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    """`torch.nn.functional.avg_pool2d`, faster on a GPU for what it is mostly asked for."""
+    kernel = int_tuple("kernel_size", kernel_size, 2, minimum=1)
+    pad = int_tuple("padding", padding, 2, minimum=0)
+    step = int_tuple("stride", stride, 2, minimum=1) if stride else kernel
+    plain = divisor_override is None and not ceil_mode and (count_include_pad or not any(pad))
+    if plain and all(2 * p <= k for p, k in zip(pad, kernel, strict=True)):
+        return ops.avg_pool2d(input, kernel, step, pad)  # type: ignore[arg-type]
+    return F.avg_pool2d(input, kernel, step, pad, ceil_mode, count_include_pad, divisor_override)
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """a + b; on a GPU a B-cos layer that follows finds the norms of the sum made already."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return ops.add(a, b)
+    return a + b
 
 
 def _bcos_conv(
@@ -156,72 +180,69 @@ def _bcos_conv(
     max_out: int,
     scale: float,
 ) -> Tensor:
-    check_transform(b, max_out, scale)
-    check_padding_mode(padding_mode)
-    _check_weight(weight, dims + 2, max_out)
     _check_float(x)
-    check_groups(groups, weight.shape[1] * groups, weight.shape[0] // max_out)
-    _check_conv_input(x, weight.shape[1] * groups, dims)
     if x.dim() == dims + 1:
         # fmt: off
         return _bcos_conv(dims, x.unsqueeze(0), weight, stride, padding, dilation, groups,
                           padding_mode, b, max_out, scale).squeeze(0)
         # fmt: on
-    kernel = tuple(weight.shape[2:])
+    given = (stride, padding, dilation, groups, padding_mode, b, max_out, scale)
+    if torch.compiler.is_compiling():
+        geometry = _check_conv(dims, x.shape, weight.shape, *given)
+    else:
+        try:
+            geometry = _check_conv_once(dims, x.shape, weight.shape, *given)  # type: ignore[arg-type]
+        except TypeError:  # lists and symbolic sizes cannot be looked up
+            geometry = _check_conv(dims, x.shape, weight.shape, *given)
+    if geometry.borders:
+        x = F.pad(x, geometry.borders, mode=geometry.border_mode)
+    # fmt: off
+    return ops.bcos_conv(x, weight, geometry.stride, geometry.padding, geometry.dilation, groups,
+                         b, max_out, scale, holder())
+    # fmt: on
+
+
+class _Geometry(NamedTuple):
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]  # with zeros, by the convolution
+    dilation: tuple[int, ...]
+    borders: tuple[int, ...]  # before the convolution, in the order of `F.pad`; () for none
+    border_mode: str
+
+
+def _check_conv(
+    dims: int,
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    stride: int | Iterable[int],
+    padding: str | int | Iterable[int],
+    dilation: int | Iterable[int],
+    groups: int,
+    padding_mode: str,
+    b: float,
+    max_out: int,
+    scale: float,
+) -> _Geometry:
+    check_transform(b, max_out, scale)
+    check_padding_mode(padding_mode)
+    _check_weight(weight, dims + 2, max_out)
+    check_groups(groups, weight[1] * groups, weight[0] // max_out)
+    _check_conv_input(shape, weight[1] * groups, dims)
+    kernel = tuple(weight[2:])
     stride = int_tuple("stride", stride, dims, minimum=1)
     dilation = int_tuple("dilation", dilation, dims, minimum=1)
     pairs = padding_pairs(padding, kernel, stride, dilation)
-    _check_extent(x, kernel, dilation, pairs, padding_mode)
-
+    _check_extent(shape, kernel, dilation, pairs, padding_mode)
     pad = tuple(before for before, _ in pairs)
     if any(before != after for before, after in pairs) or (padding_mode != "zeros" and any(pad)):
         mode = "constant" if padding_mode == "zeros" else padding_mode
-        x = F.pad(x, [p for pair in reversed(pairs) for p in pair], mode=mode)
-        pad = (0,) * dims
-
-    rows = _unit_major(ops.unit_rows(weight), groups, max_out)
-    lin = _CONV[dims](x, rows, None, stride, pad, dilation, groups)
-    if groups > 1 or max_out > 1:
-        lin = lin.unflatten(1, (groups, max_out, -1))
-        lin = _max_unit(lin, 2)  # [N, groups, out_channels / groups, *]
-        if groups == 1:
-            lin = lin.squeeze(1)
-    sq_norm = _sq_norm(x, b, 1, groups)
-    if b != 1:
-        sq_norm = ops.box_sum(sq_norm, kernel, stride, pad, dilation)
-        if groups > 1:
-            sq_norm = sq_norm.unsqueeze(2)
-    out = _scaled(lin, sq_norm, b, scale)
-    return out.flatten(1, 2) if groups > 1 else out
+        borders = tuple(p for pair in reversed(pairs) for p in pair)
+        return _Geometry(stride, (0,) * dims, dilation, borders, mode)
+    return _Geometry(stride, pad, dilation, (), "")
 
 
-def _scaled(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
-    if b == 1 or not in_explanation_mode():
-        return ops.bcos_scale(lin, sq_norm, b, scale)
-    return ops.multiply(lin, hold(ops.bcos_factor(lin, sq_norm, b, scale)))
-
-
-def _sq_norm(x: Tensor, b: float, dim: int, groups: int = 1) -> Tensor:
-    return x if b == 1 else ops.sum_of_squares(x, dim, groups)  # b = 1 needs no norm
-
-
-def _unit_major(rows: Tensor, groups: int, max_out: int) -> Tensor:
-    """Rows from (group, output, unit) to (group, unit, output) order.
-
-    The maximum over units is then one over whole blocks of channels, which vectorises.
-    """
-    if max_out == 1:
-        return rows
-    blocks: Tensor = rows.unflatten(0, (groups, -1, max_out))
-    return blocks.transpose(1, 2).flatten(0, 2)
-
-
-def _max_unit(lin: Tensor, dim: int) -> Tensor:
-    """The transform grows with lin, so the largest lin is the unit with the largest output."""
-    first, *others = lin.unbind(dim)
-    for other in others:
-        first = torch.maximum(first, other)
-    return first
+# By type too, because True, 1 and 1.0 are equal and not all of them are allowed.
+_check_conv_once = lru_cache(maxsize=4096, typed=True)(_check_conv)
 
 
 def _check_float(x: Tensor) -> None:
@@ -232,38 +253,37 @@ def _check_float(x: Tensor) -> None:
         )
 
 
-def _check_weight(weight: Tensor, dim: int, max_out: int) -> None:
-    if weight.dim() != dim:
-        raise ValueError(f"`weight` (shape {tuple(weight.shape)}) must have {dim} dimensions.")
-    if weight.shape[0] % max_out:
+def _check_weight(shape: tuple[int, ...], dim: int, max_out: int) -> None:
+    if len(shape) != dim:
+        raise ValueError(f"`weight` (shape {tuple(shape)}) must have {dim} dimensions.")
+    if shape[0] % max_out:
         raise ValueError(
-            f"`max_out` (={max_out}) must divide the {weight.shape[0]} rows of `weight` (shape "
-            f"{tuple(weight.shape)}): each output owns `max_out` adjacent rows."
+            f"`max_out` (={max_out}) must divide the {shape[0]} rows of `weight` (shape "
+            f"{tuple(shape)}): each output owns `max_out` adjacent rows."
         )
 
 
-def _check_conv_input(x: Tensor, channels: int, dims: int) -> None:
-    shape = tuple(x.shape)
-    if x.dim() not in (dims + 1, dims + 2):
+def _check_conv_input(shape: tuple[int, ...], channels: int, dims: int) -> None:
+    if len(shape) != dims + 2:
         raise ValueError(
-            f"`input` (shape {shape}) must have {dims + 2} dimensions, [N, C, …], or {dims + 1} "
-            "without a batch."
+            f"`input` (shape {tuple(shape)}) must have {dims + 2} dimensions, [N, C, …], or "
+            f"{dims + 1} without a batch."
         )
     if shape[-dims - 1] != channels:
         hint = ""
         if channels == 2 * shape[-dims - 1]:
             hint = " Did you mean torchbcos.encoding.encode(input), which doubles the channels?"
-        raise ValueError(f"`input` (shape {shape}) must have {channels} channels.{hint}")
+        raise ValueError(f"`input` (shape {tuple(shape)}) must have {channels} channels.{hint}")
 
 
 def _check_extent(
-    x: Tensor,
+    shape: tuple[int, ...],
     kernel: tuple[int, ...],
     dilation: tuple[int, ...],
     pairs: tuple[tuple[int, int], ...],
     padding_mode: str,
 ) -> None:
-    for size, k, d, pair in zip(x.shape[2:], kernel, dilation, pairs, strict=True):
+    for size, k, d, pair in zip(shape[2:], kernel, dilation, pairs, strict=True):
         most = {"reflect": size - 1, "circular": size}.get(padding_mode)
         if most is not None and max(pair) > most:
             raise ValueError(
@@ -273,6 +293,6 @@ def _check_extent(
             )
         if size + sum(pair) < d * (k - 1) + 1:
             raise ValueError(
-                f"`input` (shape {tuple(x.shape)}) is smaller than the kernel, which spans "
+                f"`input` (shape {tuple(shape)}) is smaller than the kernel, which spans "
                 f"{d * (k - 1) + 1} of {size + sum(pair)} padded pixels: enlarge it or pad more."
             )

@@ -23,7 +23,7 @@ from torchbcos._arguments import (
     padding_pairs,
 )
 
-__all__ = ["BcosConv1d", "BcosConv2d", "BcosConv3d", "BcosLayer", "BcosLinear"]
+__all__ = ["AvgPool2d", "BcosConv1d", "BcosConv2d", "BcosConv3d", "BcosLayer", "BcosLinear"]
 
 
 class BcosLayer(nn.Module):
@@ -193,6 +193,21 @@ class BcosConv3d(_BcosConv):
 
     dims = 3
     function = staticmethod(functional.bcos_conv3d)
+
+
+class AvgPool2d(nn.AvgPool2d):
+    """`nn.AvgPool2d`, faster on a GPU; the pool of B-cos networks, where a maximum hides inputs."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.avg_pool2d(
+            input,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.ceil_mode,
+            self.count_include_pad,
+            self.divisor_override,
+        )
 
 
 def _check_counts(**counts: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ __all__ = [
     "explanation_mode",
     "gate",
     "hold",
+    "holder",
     "in_explanation_mode",
     "offset",
     "record_factors",
@@ -95,6 +96,13 @@ def hold(factor: Tensor) -> Tensor:
         return next(tape.replayed)
     tape.factors.append(factor)
     return factor
+
+
+def holder() -> Callable[[Tensor], Tensor] | None:
+    """What `hold` does here: nothing, a detach, or the tape's part."""
+    if not in_explanation_mode():
+        return None
+    return hold if _local(_tape) is not None else Tensor.detach
 
 
 @dataclass

@@ -145,7 +145,8 @@ def _max_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     if given.pop("dilation", 1) not in (1, [1, 1], (1, 1)) or given.pop("return_indices", False):
         return _unknown(r, node, module)
-    average = getattr(F, f"avg_pool{name_of(node)[-2:]}")
+    name = f"avg_pool{name_of(node)[-2:]}"
+    average = getattr(functional, name, None) or getattr(F, name)
     r.put_function(node, average, (given.pop("input"),), "average pool")
     node.kwargs = given
     return r.joined(node)
@@ -160,6 +161,15 @@ def _adaptive_max_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
         return _unknown(r, node, module)
     average = getattr(F, f"adaptive_avg_pool{name_of(node)[-2:]}")
     r.put_function(node, average, (given["input"], given["output_size"]), "average pool")
+    return r.joined(node)
+
+
+def _average_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
+    if type(module) is not nn.AvgPool2d:
+        return _keep(r, node, module)
+    new = average_pool(module)
+    assert new is not None
+    r.put_module(node, new, "kept")
     return r.joined(node)
 
 
@@ -227,6 +237,8 @@ def _sum(r: Rewriter, node: fx.Node, _: Any) -> Value:
     if name_of(node) == "rsub":
         a, b = b, a
     if Kind.CONSTANT not in (r.value(a).kind, r.value(b).kind):
+        if not minus:
+            node.op, node.target = "call_function", functional.add
         return _keep(r, node, None)
     if r.value(a).kind is Kind.CONSTANT:
         a, b = (r.insert(node, torch.neg, b) if minus else b), a
@@ -331,4 +343,6 @@ def rule_for(node: fx.Node, module: nn.Module | None) -> Rule:
         return _max_pool
     if isinstance(module, nn.modules.pooling._AdaptiveMaxPoolNd):
         return _adaptive_max_pool
+    if isinstance(module, nn.AvgPool2d):
+        return _average_pool
     return _keep if key in LINEAR else _unknown

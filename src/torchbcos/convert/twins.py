@@ -8,12 +8,12 @@ from torch import nn
 
 from torchbcos import norms
 from torchbcos.convert.trace import class_key
-from torchbcos.layers import BcosConv1d, BcosConv2d, BcosConv3d, BcosLayer, BcosLinear
+from torchbcos.layers import AvgPool2d, BcosConv1d, BcosConv2d, BcosConv3d, BcosLayer, BcosLinear
 
 __all__ = ["average_pool", "bcos_convolution", "bcos_linear", "uncentred_norm"]
 
 _CONV = {1: BcosConv1d, 2: BcosConv2d, 3: BcosConv3d}
-_AVG_POOL = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}
+_AVG_POOL = {1: nn.AvgPool1d, 2: AvgPool2d, 3: nn.AvgPool3d}
 _BATCH_NORM = {
     1: norms.UncentredBatchNorm1d,
     2: norms.UncentredBatchNorm2d,
@@ -54,7 +54,10 @@ def bcos_linear(module: nn.Linear, widen: int, b: float, max_out: int) -> BcosLa
 
 
 def average_pool(module: Any) -> nn.Module | None:
-    """For a max pool the average pool of its geometry; None where there is none (dilation)."""
+    """For a pool the average pool of its geometry; None where there is none (dilation)."""
+    if type(module) is nn.AvgPool2d:
+        own = (module.kernel_size, module.stride, module.padding, module.ceil_mode)
+        return AvgPool2d(*own, module.count_include_pad, module.divisor_override)
     if getattr(module, "return_indices", False):
         return None
     dims = next(d for d in (1, 2, 3) if f"{d}d" in type(module).__name__.lower())

@@ -15,12 +15,15 @@ because the square root's infinite slope at 0 then never appears.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+#: What makes of a factor the constant that explanation mode needs.
+Hold = Callable[[Tensor], Tensor]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -111,6 +114,80 @@ def bcos_factor(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
 def multiply(lin: Tensor, factor: Tensor) -> Tensor:
     """lin · factor, rounded to the type of `lin` once."""
     return (lin.to(factor.dtype) * factor).to(lin.dtype)
+
+
+def bcos_linear(
+    x: Tensor,  # [*, C]
+    weight: Tensor,  # [out_features · max_out, C]
+    b: float,
+    max_out: int,
+    scale: float,
+    hold: Hold | None,  # None outside of explanation mode
+) -> Tensor:  # [*, out_features]
+    """The whole layer."""
+    lin = F.linear(x, _unit_major(unit_rows(weight), 1, max_out))
+    if max_out > 1:
+        lin = _max_unit(lin.unflatten(-1, (max_out, -1)), -2)
+    sq_norm = x if b == 1 else sum_of_squares(x, -1)  # b = 1 needs no norm
+    return _scaled(lin, sq_norm, b, scale, hold)
+
+
+_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def bcos_conv(
+    x: Tensor,  # [N, C, *spatial]
+    weight: Tensor,  # [out_channels · max_out, C / groups, *kernel]
+    stride: Sequence[int],
+    padding: Sequence[int],  # with zeros
+    dilation: Sequence[int],
+    groups: int,
+    b: float,
+    max_out: int,
+    scale: float,
+    hold: Hold | None,  # None outside of explanation mode
+) -> Tensor:  # [N, out_channels, *]
+    """The whole layer."""
+    kernel = tuple(weight.shape[2:])
+    rows = _unit_major(unit_rows(weight), groups, max_out)
+    lin = _CONV[len(kernel)](x, rows, None, stride, padding, dilation, groups)
+    if groups > 1 or max_out > 1:
+        lin = lin.unflatten(1, (groups, max_out, -1))
+        lin = _max_unit(lin, 2)  # [N, groups, out_channels / groups, *]
+        if groups == 1:
+            lin = lin.squeeze(1)
+    sq_norm = x
+    if b != 1:
+        sq_norm = box_sum(sum_of_squares(x, 1, groups), kernel, stride, padding, dilation)
+        if groups > 1:
+            sq_norm = sq_norm.unsqueeze(2)
+    out = _scaled(lin, sq_norm, b, scale, hold)
+    return out.flatten(1, 2) if groups > 1 else out
+
+
+def _scaled(lin: Tensor, sq_norm: Tensor, b: float, scale: float, hold: Hold | None) -> Tensor:
+    if b == 1 or hold is None:
+        return bcos_scale(lin, sq_norm, b, scale)
+    return multiply(lin, hold(bcos_factor(lin, sq_norm, b, scale)))
+
+
+def _unit_major(rows: Tensor, groups: int, max_out: int) -> Tensor:
+    """Rows from (group, output, unit) to (group, unit, output) order.
+
+    The maximum over units is then one over whole blocks of channels, which vectorises.
+    """
+    if max_out == 1:
+        return rows
+    blocks: Tensor = rows.unflatten(0, (groups, -1, max_out))
+    return blocks.transpose(1, 2).flatten(0, 2)
+
+
+def _max_unit(lin: Tensor, dim: int) -> Tensor:
+    """The transform grows with lin, so the largest lin is the unit with the largest output."""
+    first, *others = lin.unbind(dim)
+    for other in others:
+        first = torch.maximum(first, other)
+    return first
 
 
 def _cosine(lin: Tensor, sq_norm: Tensor, b: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,347 @@
+"""Triton kernels for what surrounds the convolution of a B-cos layer; `ops.triton` launches them.
+
+A tensor [N, C, H, W] is seen as pixels × channels: pixel m is (image, place), and lies at
+image · stride_n + place · stride_p, so that both memory formats are the same code. Values are read
+and written in the tensors' types and computed in float32.
+"""
+
+# Capitals are compile-time constants; POWER is 0 for b = 1, 1 for b = 2, and 2 for any other b.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def unit_rows(weight, rows, size, outputs, UNITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows to unit norm, from (output, unit) to (unit, output) order."""
+    row = tl.program_id(0).to(tl.int64)
+    target = (row % UNITS) * outputs + row // UNITS
+    within = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        at = start + within
+        w = tl.load(weight + row * size + at, mask=at < size, other=0.0).to(tl.float32)
+        total += w * w
+    factor = _inverse_root(tl.sum(total, 0))
+    for start in range(0, size, BLOCK):
+        at = start + within
+        w = tl.load(weight + row * size + at, mask=at < size, other=0.0).to(tl.float32)
+        tl.store(rows + target * size + at, (w * factor).to(rows.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def unit_rows_backward(
+    grad_rows, weight, grad, size, outputs, UNITS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """grad = (grad_rows - ŵ (ŵ · grad_rows)) / ‖w‖; a zero row has no direction to turn."""
+    row = tl.program_id(0).to(tl.int64)
+    source = (row % UNITS) * outputs + row // UNITS
+    within = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        at = start + within
+        w = tl.load(weight + row * size + at, mask=at < size, other=0.0).to(tl.float32)
+        total += w * w
+    sq_norm = tl.sum(total, 0)
+    factor = tl.where(sq_norm > 0, _inverse_root(sq_norm), 1.0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        at = start + within
+        w = tl.load(weight + row * size + at, mask=at < size, other=0.0).to(tl.float32)
+        g = tl.load(grad_rows + source * size + at, mask=at < size, other=0.0).to(tl.float32)
+        total += (w * factor) * g
+    along = tl.sum(total, 0)
+    for start in range(0, size, BLOCK):
+        at = start + within
+        w = tl.load(weight + row * size + at, mask=at < size, other=0.0).to(tl.float32)
+        g = tl.load(grad_rows + source * size + at, mask=at < size, other=0.0).to(tl.float32)
+        value = (g - (w * factor) * along) * factor
+        tl.store(grad + row * size + at, value.to(grad.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def _inverse_root(sq_norm):
+    """1/√, and 0 of 0."""
+    return tl.where(sq_norm > 0, 1.0 / tl.sqrt(tl.where(sq_norm > 0, sq_norm, 1.0)), 0.0)
+
+
+@triton.jit
+def _start(m, places, stride_n, stride_p):
+    """Where pixel m begins."""
+    return (m // places).to(tl.int64) * stride_n + (m % places).to(tl.int64) * stride_p
+
+
+@triton.jit
+def sum_of_squares(
+    x, sq, pixels, places, x_n, x_p, x_c,
+    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = m < pixels
+    at = _start(m, places, x_n, x_p)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        mask = inside[:, None] & (c < CHANNELS)[None, :]
+        value = tl.load(x + at[:, None] + c[None, :] * x_c, mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(value * value, 1)
+    tl.store(sq + m, total, mask=inside)
+
+
+@triton.jit
+def add(
+    a, b, out, out_sq, pixels, places, a_n, a_p, a_c, b_n, b_p, b_c, out_n, out_p, out_c,
+    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """a + b, and its sum of squares."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = m < pixels
+    a_at, b_at = _start(m, places, a_n, a_p), _start(m, places, b_n, b_p)
+    out_at = _start(m, places, out_n, out_p)
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        mask = inside[:, None] & (c < CHANNELS)[None, :]
+        first = tl.load(a + a_at[:, None] + c[None, :] * a_c, mask=mask, other=0.0)
+        second = tl.load(b + b_at[:, None] + c[None, :] * b_c, mask=mask, other=0.0)
+        rounded = (first.to(tl.float32) + second.to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(out + out_at[:, None] + c[None, :] * out_c, rounded, mask=mask)
+        squares += tl.sum(rounded.to(tl.float32) * rounded.to(tl.float32), 1)
+    tl.store(out_sq + m, squares, mask=inside)
+
+
+@triton.jit
+def _box_sum(
+    sq, m, inside, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
+    TAPS_H: tl.constexpr, TAPS_W: tl.constexpr,
+):  # fmt: skip
+    """Σ of `sq` over the patch of each output pixel."""
+    image, y, x = m // (out_h * out_w), (m // out_w) % out_h, m % out_w
+    total = tl.zeros(m.shape, tl.float32)
+    for i in range(TAPS_H):
+        row = y * step_h + i * dil_h - pad_h
+        good = inside & (row >= 0) & (row < in_h)
+        for j in tl.static_range(TAPS_W):
+            column = x * step_w + j * dil_w - pad_w
+            tap = good & (column >= 0) & (column < in_w)
+            total += tl.load(sq + (image * in_h + row) * in_w + column, mask=tap, other=0.0)
+    return total
+
+
+@triton.jit
+def _box_sum_transposed(
+    grad, m, inside, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
+    TAPS_H: tl.constexpr, TAPS_W: tl.constexpr,
+):  # fmt: skip
+    """Σ of `grad` over the patches that each input pixel is in."""
+    image, y, x = m // (in_h * in_w), (m // in_w) % in_h, m % in_w
+    total = tl.zeros(m.shape, tl.float32)
+    for i in range(TAPS_H):
+        row = y + pad_h - i * dil_h
+        good = inside & (row >= 0) & (row % step_h == 0) & (row // step_h < out_h)
+        for j in tl.static_range(TAPS_W):
+            column = x + pad_w - j * dil_w
+            tap = good & (column >= 0) & (column % step_w == 0) & (column // step_w < out_w)
+            at = (image * out_h + row // step_h) * out_w + column // step_w
+            total += tl.load(grad + at, mask=tap, other=0.0)
+    return total
+
+
+@triton.jit
+def forward(
+    lin, sq, out, out_sq, winner,
+    pixels, places, lin_n, lin_p, lin_c, out_n, out_p, out_c,
+    in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
+    b, scale,
+    TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, UNITS: tl.constexpr, POWER: tl.constexpr,
+    KEEP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The largest unit times scale · |c|^(b-1), and the sum of squares; with KEEP, which unit."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = m < pixels
+    inverse = tl.zeros([BLOCK_M], tl.float32)
+    if POWER != 0:
+        inverse = _inverse_root(
+            _box_sum(
+                sq, m, inside, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w,
+                dil_h, dil_w, TAPS_H, TAPS_W,
+            )
+        )  # fmt: skip
+    lin_at, out_at = _start(m, places, lin_n, lin_p), _start(m, places, out_n, out_p)
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        mask = inside[:, None] & (c < CHANNELS)[None, :]
+        at = lin + lin_at[:, None] + c[None, :] * lin_c
+        best = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        if UNITS > 1:
+            which = tl.zeros([BLOCK_M, BLOCK_C], tl.int8)
+            for unit in tl.static_range(1, UNITS):
+                other = tl.load(at + unit * CHANNELS * lin_c, mask=mask, other=0.0).to(tl.float32)
+                better = (other > best) | (other != other)
+                best = tl.where(better, other, best)
+                which = tl.where(better, unit, which).to(tl.int8)
+            if KEEP:
+                tl.store(winner + out_at[:, None] + c[None, :] * out_c, which, mask=mask)
+        if POWER == 0:
+            value = best * scale
+        else:
+            cosine = tl.abs(best * inverse[:, None])
+            if POWER == 1:
+                value = best * (cosine * scale)
+            else:
+                if b > 2:  # rounding makes it exceed 1 a little, which a large b amplifies
+                    cosine = tl.minimum(cosine, 1.0)
+                power = tl.exp2((b - 1) * tl.log2(tl.maximum(cosine, 1.2e-38)))
+                value = best * (tl.where(cosine > 0, power, 0.0) * scale)
+        rounded = value.to(out.dtype.element_ty)
+        tl.store(out + out_at[:, None] + c[None, :] * out_c, rounded, mask=mask)
+        kept = rounded.to(tl.float32)
+        squares += tl.sum(kept * kept, 1)
+    tl.store(out_sq + m, squares, mask=inside)
+
+
+@triton.jit
+def backward(
+    grad, out, sq, winner, lin_grad, sq_norm_grad,
+    pixels, places, grad_n, grad_p, grad_c, out_n, out_p, out_c, lin_n, lin_p, lin_c,
+    in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
+    b, scale,
+    TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, UNITS: tl.constexpr, POWER: tl.constexpr,
+    FROZEN: tl.constexpr, NORMS: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The derivatives by lin and, with NORMS, by n² of the patches."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = m < pixels
+    inverse = tl.zeros([BLOCK_M], tl.float32)
+    if POWER != 0:
+        inverse = _inverse_root(
+            _box_sum(
+                sq, m, inside, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w,
+                dil_h, dil_w, TAPS_H, TAPS_W,
+            )
+        )  # fmt: skip
+    slope = scale
+    if not FROZEN:
+        slope = scale * b
+    grad_at, out_at = _start(m, places, grad_n, grad_p), _start(m, places, out_n, out_p)
+    lin_at = _start(m, places, lin_n, lin_p)
+    along = tl.zeros([BLOCK_M], tl.float32)
+    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        mask = inside[:, None] & (c < CHANNELS)[None, :]
+        g = tl.load(grad + grad_at[:, None] + c[None, :] * grad_c, mask=mask, other=0.0)
+        g = g.to(tl.float32)
+        if POWER == 0:
+            by_lin = g * slope
+        else:
+            value = tl.load(out + out_at[:, None] + c[None, :] * out_c, mask=mask, other=0.0)
+            value = value.to(tl.float32)
+            ratio = tl.abs(value) * (inverse / scale)[:, None]  # |c|^b
+            if POWER == 1:
+                factor = tl.sqrt(ratio)
+            else:
+                if b > 2:
+                    ratio = tl.minimum(ratio, 1.0)
+                factor = tl.exp2(((b - 1) / b) * tl.log2(tl.maximum(ratio, 1.2e-38)))
+                factor = tl.where(ratio > 0, factor, 0.0)
+            by_lin = g * (factor * slope)
+            if NORMS:
+                along += tl.sum(g * value, 1)
+        at = lin_grad + lin_at[:, None] + c[None, :] * lin_c
+        if UNITS == 1:
+            tl.store(at, by_lin.to(lin_grad.dtype.element_ty), mask=mask)
+        else:
+            which = tl.load(winner + out_at[:, None] + c[None, :] * out_c, mask=mask, other=0)
+            for unit in tl.static_range(UNITS):
+                part = tl.where(which == unit, by_lin, 0.0).to(lin_grad.dtype.element_ty)
+                tl.store(at + unit * CHANNELS * lin_c, part, mask=mask)
+    if NORMS:
+        tl.store(sq_norm_grad + m, along * (inverse * inverse) * ((1 - b) / 2), mask=inside)
+
+
+@triton.jit
+def add_norm_gradient(
+    grad, x, sq_norm_grad, pixels, places, grad_n, grad_p, grad_c, x_n, x_p, x_c,
+    in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
+    TAPS_H: tl.constexpr, TAPS_W: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """grad += 2 · x · (derivative by the pixels' Σ x²), in place."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = m < pixels
+    twice = 2 * _box_sum_transposed(
+        sq_norm_grad, m, inside, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w,
+        dil_h, dil_w, TAPS_H, TAPS_W,
+    )  # fmt: skip
+    grad_at, x_at = _start(m, places, grad_n, grad_p), _start(m, places, x_n, x_p)
+    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        mask = inside[:, None] & (c < CHANNELS)[None, :]
+        at = grad + grad_at[:, None] + c[None, :] * grad_c
+        g = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(x + x_at[:, None] + c[None, :] * x_c, mask=mask, other=0.0).to(tl.float32)
+        tl.store(at, (g + value * twice[:, None]).to(grad.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def average(
+    x, out, out_sq, pixels, places, x_n, x_p, x_c, out_n, out_p, out_c,
+    in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
+    TAPS_H: tl.constexpr, TAPS_W: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The mean over each patch, padding counted, and its sum of squares."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = m < pixels
+    image, top, left = m // places, (m // out_w) % out_h * step_h, m % out_w * step_w
+    out_at = _start(m, places, out_n, out_p)
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        mask = inside[:, None] & (c < CHANNELS)[None, :]
+        total = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+        for i in range(TAPS_H):
+            row = top + i * dil_h - pad_h
+            for j in tl.static_range(TAPS_W):
+                column = left + j * dil_w - pad_w
+                tap = (row >= 0) & (row < in_h) & (column >= 0) & (column < in_w)
+                at = image.to(tl.int64) * x_n + (row * in_w + column).to(tl.int64) * x_p
+                total += tl.load(
+                    x + at[:, None] + c[None, :] * x_c, mask=mask & tap[:, None], other=0.0
+                ).to(tl.float32)
+        rounded = (total / (TAPS_H * TAPS_W)).to(out.dtype.element_ty)
+        tl.store(out + out_at[:, None] + c[None, :] * out_c, rounded, mask=mask)
+        squares += tl.sum(rounded.to(tl.float32) * rounded.to(tl.float32), 1)
+    tl.store(out_sq + m, squares, mask=inside)
+
+
+@triton.jit
+def average_backward(
+    grad, x_grad, pixels, places, grad_n, grad_p, grad_c, x_n, x_p, x_c,
+    in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
+    TAPS_H: tl.constexpr, TAPS_W: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = m < pixels
+    image, y, x = m // places, (m // in_w) % in_h, m % in_w
+    x_at = _start(m, places, x_n, x_p)
+    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        mask = inside[:, None] & (c < CHANNELS)[None, :]
+        total = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+        for i in range(TAPS_H):
+            row = y + pad_h - i * dil_h
+            good = (row >= 0) & (row % step_h == 0) & (row // step_h < out_h)
+            for j in tl.static_range(TAPS_W):
+                column = x + pad_w - j * dil_w
+                tap = good & (column >= 0) & (column % step_w == 0) & (column // step_w < out_w)
+                place = (row // step_h) * out_w + column // step_w
+                at = image.to(tl.int64) * grad_n + place.to(tl.int64) * grad_p
+                total += tl.load(
+                    grad + at[:, None] + c[None, :] * grad_c, mask=mask & tap[:, None], other=0.0
+                ).to(tl.float32)
+        value = (total / (TAPS_H * TAPS_W)).to(x_grad.dtype.element_ty)
+        tl.store(x_grad + x_at[:, None] + c[None, :] * x_c, value, mask=mask)

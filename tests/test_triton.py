@@ -1,0 +1,331 @@
+"""The fused kernels against the reference in float64: on a GPU, else under Triton's interpreter."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchbcos as tb
+from oracle import assert_agrees
+from torchbcos import ops
+from torchbcos.ops import reference
+
+pytest.importorskip("triton")
+from torchbcos.ops import launch, triton, triton_maps
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
+
+
+@pytest.fixture(autouse=True)
+def _full_precision():
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def draw(*shape, dtype=torch.float32, format="channels_last", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    memory_format = FORMATS[format] if len(shape) == 4 else torch.contiguous_format
+    return values.to(DEVICE).contiguous(memory_format=memory_format)
+
+
+def conv(twin, x, w, stride=1, padding=1, dilation=1, b=2.0, max_out=1, scale=1.0, frozen=False):
+    hold = torch.Tensor.detach if frozen else None
+    pair = [(v, v) if isinstance(v, int) else v for v in (stride, padding, dilation)]
+    return twin.bcos_conv(x, w, *pair, 1, b, max_out, scale, hold)
+
+
+def run(twin, x, w, dtype=None, seed=9, **arguments):
+    """Output and gradients of a random functional of it; with `dtype` in that type, on the CPU."""
+    x, w = (t.detach().cpu().to(dtype) if dtype else t.detach() for t in (x, w))
+    x, w = x.requires_grad_(), w.requires_grad_()
+    out = conv(twin, x, w, **arguments)
+    weights = draw(*out.shape, seed=seed).to(out.device, out.dtype)
+    return out.detach(), *torch.autograd.grad(out, (x, w), weights)
+
+
+def check(x, w, **arguments):
+    wide = run(reference, x, w, dtype=torch.float64, **arguments)
+    for fused, right in zip(run(triton, x, w, **arguments), wide, strict=True):
+        assert fused.dtype == x.dtype
+        assert_agrees(fused, right, x.dtype)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("max_out", [1, 2, 3])
+@pytest.mark.parametrize("b", [1.0, 1.5, 2.0, 2.5, 6.0])
+def test_equals_the_reference(b, max_out, format):
+    x, w = draw(2, 5, 6, 7, format=format), draw(3 * max_out, 5, 3, 3, format=format, seed=1)
+    check(x, w, stride=2, b=b, max_out=max_out, scale=1.7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("b", [1.5, 2.0])
+def test_half_types_are_computed_in_float32(dtype, b):
+    check(draw(2, 5, 6, 7, dtype=dtype), draw(6, 5, 3, 3, dtype=dtype, seed=1), b=b, max_out=2)
+
+
+GEOMETRIES = [
+    {"stride": 1, "padding": 0, "dilation": 1},
+    {"stride": (2, 1), "padding": (0, 2), "dilation": (1, 2)},
+    {"stride": 3, "padding": 4, "dilation": 2},
+]
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 2), (1, 5)])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_every_geometry(kernel, geometry):
+    check(draw(2, 3, 8, 9), draw(4, 3, *kernel, seed=1), **geometry)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("max_out", [1, 2])
+def test_explanation_mode_holds_the_factor(max_out, frozen):
+    x, w = draw(2, 5, 6, 7), draw(3 * max_out, 5, 3, 3, seed=1)
+    check(x, w, b=1.5, max_out=max_out, frozen=frozen)
+
+
+def test_more_channels_than_a_tile_holds():
+    check(draw(1, 600, 2, 2), draw(530, 600, 1, 1, seed=1), padding=0)
+
+
+def zeros(x):
+    return x.mul_(0)
+
+
+def some_zeros(x):
+    x[0, :, :3] = 0
+    return x
+
+
+def tiny(x):
+    return x.mul_(1e-15)
+
+
+def huge(x):
+    return x.mul_(1e15)
+
+
+@pytest.mark.parametrize("b", [1.0, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize("change", [zeros, some_zeros, tiny, huge])
+def test_unusual_inputs(change, b):
+    x = change(draw(2, 5, 6, 7))
+    assert all(t.isfinite().all() for t in run(triton, x, draw(6, 5, 3, 3, seed=1), b=b, max_out=2))
+    check(x, draw(6, 5, 3, 3, seed=1), b=b, max_out=2 if b > 1 else 1)
+
+
+def test_denormal_inputs_stay_finite():
+    """Their squares are below float32, so the norm is 0 and with it the output."""
+    x = draw(2, 5, 6, 7).mul_(1e-40)
+    assert all(t.isfinite().all() for t in run(triton, x, draw(4, 5, 3, 3, seed=1), b=1.5))
+
+
+def test_zero_rows():
+    w = draw(6, 5, 3, 3, seed=1)
+    w[2] = 0
+    check(draw(2, 5, 6, 7), w, b=1.5)
+
+
+def strided(x):
+    return x[:, 1::2, 1:, ::2]
+
+
+def expanded(x):
+    return x[:1].expand(2, -1, -1, -1)
+
+
+def offset(x):
+    return x.flatten()[1 : 1 + 2 * 3 * 4 * 5].view(2, 3, 4, 5)  # not at a multiple of 16 bytes
+
+
+@pytest.mark.parametrize("view", [strided, expanded, offset, lambda x: x.transpose(2, 3)])
+def test_non_contiguous_inputs_weights_and_gradients(view):
+    x = view(draw(2, 6, 8, 10, format="contiguous"))
+    w = view(draw(2, 6, 8, 10, format="contiguous", seed=1))[:, : x.shape[1], :3, :2]
+    channels = min(x.shape[1], w.shape[1])
+    x, w = x[:, :channels], w[:, :channels]
+    right = run(reference, x, w, dtype=torch.float64)
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    out = conv(triton, x, w)
+    grad = draw(*out.shape, seed=9).transpose(2, 3).contiguous().transpose(2, 3)
+    for fused, expected in zip(
+        (out.detach(), *torch.autograd.grad(out, (x, w), grad)), right, strict=True
+    ):
+        assert_agrees(fused, expected, torch.float32)
+
+
+@pytest.mark.parametrize("max_out", [1, 2])
+@pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 3, 5)])
+def test_linear(shape, max_out):
+    def grads(twin, dtype, device):
+        x = draw(*shape).to(device, dtype).requires_grad_()
+        w = draw(4 * max_out, 5, seed=1).to(device, dtype).requires_grad_()
+        out = twin.bcos_linear(x, w, 1.5, max_out, 0.7, None)
+        weights = draw(*out.shape, seed=2).to(device, dtype)
+        return out.detach(), *torch.autograd.grad(out, (x, w), weights)
+
+    wide = grads(reference, torch.float64, "cpu")
+    for fused, right in zip(grads(triton, torch.float32, DEVICE), wide, strict=True):
+        assert_agrees(fused, right)
+
+
+def two_layers(twin, x, w, v, change=None):
+    h = conv(twin, x, w, b=2.0, scale=1.3)
+    h = change(h) if change else h
+    return conv(twin, h, v, b=1.5, max_out=2, scale=0.7)
+
+
+def leaves(dtype, device):
+    return [
+        t.to(device, dtype).requires_grad_()
+        for t in (draw(2, 5, 6, 7), draw(4, 5, 3, 3, seed=1), draw(6, 4, 3, 3, seed=2))
+    ]
+
+
+@pytest.mark.parametrize("change", [None, torch.Tensor.mul_, torch.Tensor.mul], ids=str)
+def test_an_output_may_be_changed_in_place(change):
+    """It is what the backward pass would have read, and its remembered norms are out of date."""
+    found = []
+    for twin, dtype, device in [
+        (triton, torch.float32, DEVICE),
+        (reference, torch.float64, "cpu"),
+    ]:
+        tensors = leaves(dtype, device)
+        out = two_layers(twin, *tensors, change and (lambda h: change(h, 1.5)))
+        found.append((out.detach(), *torch.autograd.grad(out.sum(), tensors)))
+    for fused, right in zip(*found, strict=True):
+        assert_agrees(fused, right)
+
+
+def test_second_derivatives():
+    found = []
+    for twin, dtype, device in [
+        (triton, torch.float32, DEVICE),
+        (reference, torch.float64, "cpu"),
+    ]:
+        tensors = leaves(dtype, device)
+        (grad,) = torch.autograd.grad(
+            two_layers(twin, *tensors).sum(), tensors[:1], create_graph=True
+        )
+        found.append(torch.autograd.grad(grad.square().sum(), tensors))
+    for fused, right in zip(*found, strict=True):
+        assert_agrees(fused, right, tolerance=1e-4)  # |c|^-½ amplifies the rounding of lin
+
+
+def test_the_gradient_by_an_inner_map_is_whole():
+    """Remembered norms must not carry a part of the gradient past the map they belong to."""
+    found = []
+    for twin, dtype, device in [
+        (triton, torch.float32, DEVICE),
+        (reference, torch.float64, "cpu"),
+    ]:
+        x, w, v = leaves(dtype, device)
+        h = conv(twin, x, w)
+        out = conv(twin, h, v, b=1.5, max_out=2)
+        found.append(torch.autograd.grad(out.sum(), (h,)))
+    assert_agrees(found[0][0], found[1][0])
+
+
+def test_only_the_gradients_asked_for_are_computed(monkeypatch):
+    asked = []
+    inner = triton._convolution_backward
+    monkeypatch.setattr(
+        triton, "_convolution_backward", lambda *a: (asked.append(a[-1]), inner(*a))[1]
+    )
+    x, w = draw(2, 5, 6, 7).requires_grad_(), draw(4, 5, 3, 3).requires_grad_()
+    torch.autograd.grad(conv(triton, x, w).sum(), x)
+    torch.autograd.grad(conv(triton, x, w).sum(), w)
+    torch.autograd.grad(conv(triton, x, w).sum(), (x, w))
+    conv(triton, x, w).sum().backward()
+    assert [a[:2] for a in asked] == [(True, False), (True, True), (True, True), (True, True)]
+    assert w.grad is not None
+
+
+def test_norms_are_remembered_until_the_map_changes():
+    out = conv(triton, draw(2, 5, 6, 7), draw(4, 5, 3, 3))
+    squares = launch.remembered_squares(out)
+    assert_agrees(squares, out.square().sum(1))
+    out += 1
+    assert launch.remembered_squares(out) is None
+    with torch.inference_mode():
+        assert launch.remembered_squares(conv(triton, draw(2, 5, 6, 7), draw(4, 5, 3, 3))) is None
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("geometry", [(3, 2, 1), (2, 2, 0), (3, 1, 1)], ids=str)
+def test_average_pool(geometry, format):
+    x = draw(2, 5, 7, 8, format=format).requires_grad_()
+    pairs = [(v, v) for v in geometry]
+    out = triton_maps.avg_pool2d(x, *pairs)
+    weights = draw(*out.shape, seed=3)
+    grad = torch.autograd.grad(out, x, weights, create_graph=True)[0]
+    wide = x.detach().cpu().double().requires_grad_()
+    right = F.avg_pool2d(wide, *geometry)
+    assert_agrees(out.detach(), right.detach())
+    assert_agrees(grad, torch.autograd.grad(right, wide, weights.cpu().double())[0])
+    assert_agrees(torch.autograd.grad(out, x, weights, retain_graph=True)[0], grad)
+    assert_agrees(launch.remembered_squares(out), right.detach().square().sum(1), torch.float32)
+
+
+def test_sum():
+    a, b = draw(2, 5, 6, 7).requires_grad_(), draw(2, 5, 6, 7, format="contiguous", seed=1)
+    out = triton_maps.add(a, b)
+    assert torch.equal(out, a + b)
+    assert_agrees(launch.remembered_squares(out), out.detach().square().sum(1))
+    assert torch.equal(torch.autograd.grad(out, a, b)[0], b)
+
+
+# Which twin is chosen.
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnAGpu:
+    """Real sizes, through the public functions."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("max_out", [1, 2])
+    def test_a_resnet_and_its_explanations(self, max_out, dtype, monkeypatch):
+        torch.manual_seed(0)
+        model = tb.create_model("resnet34", num_classes=10, b=2.0, max_out=max_out)
+        images = torch.rand(4, 3, 96, 96)
+        tb.calibrate(model, images)
+        model, images = model.to(DEVICE).eval(), images.to(DEVICE)
+        wide = tb.explain(model.double(), images.double())
+        model = model.to(dtype, memory_format=torch.channels_last)
+        e = tb.explain(model, images.to(dtype), targets=wide.targets)
+        limit = {torch.float32: 1e-3, torch.bfloat16: 0.5}[dtype]
+        off = (e.outputs.double() - wide.outputs).abs().max() / wide.outputs.abs().max()
+        assert off < limit
+        if dtype == torch.float32:
+            assert e.residual.abs().max() <= 1e-4 * e.outputs.abs().max()
+
+    def test_the_kernels_are_used(self, monkeypatch):
+        calls = []
+        inner = triton.bcos_conv
+        monkeypatch.setattr(triton, "bcos_conv", lambda *a: (calls.append(1), inner(*a))[1])
+        layer = tb.BcosConv2d(3, 4, 3).to(DEVICE)
+        layer(draw(1, 3, 8, 8))
+        with tb.explanation_mode():
+            layer(draw(1, 3, 8, 8))
+        assert len(calls) == 2
+        layer.double()(draw(1, 3, 8, 8).double())
+        torch.func.vmap(layer.float())(draw(2, 1, 3, 8, 8))
+        assert len(calls) == 2
+
+    def test_autocast(self):
+        layer = tb.BcosConv2d(8, 4, 3, max_out=2).to(DEVICE)
+        x = draw(2, 8, 9, 9).requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16):
+            out = layer(x)
+        assert out.dtype == torch.bfloat16
+        out.float().sum().backward()
+        assert layer.weight.grad.dtype == x.grad.dtype == torch.float32
+
+
+def test_the_cpu_takes_the_reference(monkeypatch):
+    monkeypatch.setattr(triton, "bcos_conv", None)
+    x, w = draw(1, 3, 5, 5).cpu(), draw(2, 3, 3, 3).cpu()
+    assert torch.equal(conv(ops, x, w), conv(reference, x, w))
