@@ -46,13 +46,34 @@ def unit_rows(weight: Tensor) -> Tensor:
 
 def sum_of_squares(x: Tensor, dim: int, groups: int = 1) -> Tensor:
     """Σ x² over `dim`, which stays with size `groups`: one sum for each block of the dimension."""
-    squares = x.to(accumulation_dtype(x.dtype)).square()
+    x = x.to(accumulation_dtype(x.dtype))
     if groups == 1:
-        return squares.sum(dim, keepdim=True)
+        summed: Tensor = _SumOfSquares.apply(x, dim)
+        return summed
+    squares = x.square()
     if groups == x.shape[dim]:
         return squares
     blocks: Tensor = squares.unflatten(dim, (groups, -1))
     return blocks.sum(dim + 1 if dim >= 0 else dim)
+
+
+class _SumOfSquares(torch.autograd.Function):
+    """As torch would do it, with one pass in place of three in its backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dim: int) -> Tensor:
+        return x.square().sum(dim, keepdim=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return x * (2 * grad), None
 
 
 _AVG_POOL = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -107,8 +128,22 @@ def bcos_scale(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
 
 def bcos_factor(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
     """scale · |lin/n|^(b-1), by which `bcos_scale` multiplies, in the type it computes in."""
-    c, _ = _cosine(lin.to(accumulation_dtype(lin.dtype)), sq_norm, b)
-    return _power(c, b - 1) * scale
+    lin, n = lin.to(accumulation_dtype(lin.dtype)), _norm(sq_norm)
+    if b == 2:
+        return lin.abs() * (scale / n)
+    return _power(_cosine(lin, n, b), b - 1) * scale
+
+
+def _constant_factor(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
+    """`bcos_factor` to the bit, without derivatives and with fewer new tensors."""
+    lin, n = lin.to(accumulation_dtype(lin.dtype)), _norm(sq_norm)
+    if b == 2:
+        return lin.abs().mul_(scale / n)
+    factor = (lin / n).abs_()
+    if b > 2:
+        factor = factor.clamp(max=1)
+    nothing = factor < torch.finfo(factor.dtype).tiny  # as in `_power`
+    return factor.pow_(b - 1).masked_fill_(nothing, 0).mul_(scale)
 
 
 def multiply(lin: Tensor, factor: Tensor) -> Tensor:
@@ -168,6 +203,10 @@ def bcos_conv(
 def _scaled(lin: Tensor, sq_norm: Tensor, b: float, scale: float, hold: Hold | None) -> Tensor:
     if b == 1 or hold is None:
         return bcos_scale(lin, sq_norm, b, scale)
+    if hold is Tensor.detach:
+        with torch.no_grad():
+            factor = _constant_factor(lin, sq_norm, b, scale)
+        return multiply(lin, factor)
     return multiply(lin, hold(bcos_factor(lin, sq_norm, b, scale)))
 
 
@@ -186,17 +225,40 @@ def _max_unit(lin: Tensor, dim: int) -> Tensor:
     """The transform grows with lin, so the largest lin is the unit with the largest output."""
     first, *others = lin.unbind(dim)
     for other in others:
-        first = torch.maximum(first, other)
+        first = _Larger.apply(first, other)
     return first
 
 
-def _cosine(lin: Tensor, sq_norm: Tensor, b: float) -> tuple[Tensor, Tensor]:
-    """(c, n). Where n is 0 so is lin, and any other divisor gives the right c = 0."""
-    n = torch.where(sq_norm > 0, sq_norm, 1.0).sqrt()
+class _Larger(torch.autograd.Function):
+    """`torch.maximum`, with a backward in fewer passes; of equals the first takes the gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return torch.maximum(a, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b = inputs
+        ctx.save_for_backward(a < b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (second,) = ctx.saved_tensors
+        return grad.masked_fill(second, 0), grad.masked_fill(~second, 0)
+
+
+def _norm(sq_norm: Tensor) -> Tensor:
+    """n; where it is 0 so is lin, and any other divisor gives the right c = 0."""
+    return torch.where(sq_norm > 0, sq_norm, 1.0).sqrt()
+
+
+def _cosine(lin: Tensor, n: Tensor, b: float) -> Tensor:
     c = lin / n
     if b > 2:  # rounding makes |c| exceed 1 a little, which a large b amplifies
         c = c + (c.clamp(-1, 1) - c).detach()
-    return c, n
+    return c
 
 
 def _power(c: Tensor, p: float) -> Tensor:
@@ -213,7 +275,7 @@ class _BcosScale(torch.autograd.Function):
 
     @staticmethod
     def forward(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
-        return multiply(lin, bcos_factor(lin, sq_norm, b, scale))
+        return _constant_factor(lin, sq_norm, b, scale).mul_(lin).to(lin.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -222,12 +284,14 @@ class _BcosScale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Made of differentiable operations on the saved inputs, so it can be differentiated again.
         lin, sq_norm = ctx.saved_tensors
-        wide_grad = grad.to(accumulation_dtype(grad.dtype))
-        c, n = _cosine(lin.to(accumulation_dtype(lin.dtype)), sq_norm, ctx.b)
-        common = wide_grad * (_power(c, ctx.b - 1) * ctx.scale)
-        grad_sq_norm = None
+        b, scale, grad_sq_norm = ctx.b, ctx.scale, None
+        wide_lin, wide_grad = (t.to(accumulation_dtype(t.dtype)) for t in (lin, grad))
+        if torch.is_grad_enabled():  # differentiable operations, to be differentiated again
+            grad_lin = bcos_factor(lin, sq_norm, b, scale * b) * wide_grad
+        else:
+            grad_lin = _constant_factor(lin, sq_norm, b, scale * b).mul_(wide_grad)
         if ctx.needs_input_grad[1]:
-            grad_sq_norm = (common * c * ((1 - ctx.b) / 2) / n).sum_to_size(sq_norm.shape)
-        return (common * ctx.b).to(lin.dtype), grad_sq_norm, None, None
+            along = (grad_lin * wide_lin).sum_to_size(sq_norm.shape)
+            grad_sq_norm = along * ((1 - b) / (2 * b)) / torch.where(sq_norm > 0, sq_norm, 1.0)
+        return grad_lin.to(lin.dtype), grad_sq_norm, None, None
