@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,11 +21,10 @@ from torchbcos.explanation import Explanation
 from torchbcos.functional import collect_offsets, record_factors, replay_factors
 from torchbcos.models import BcosModel
 from torchbcos.tap import tap
+from torchbcos.targets import Targets, resolve_targets, targets_of_chunk
 
 __all__ = ["Explanation", "Targets", "Unit", "explain"]
 
-#: One class for all images, several, one or several for each, or "all".
-Targets = int | str | Sequence[int | str] | Sequence[Sequence[int]] | Tensor | np.ndarray | None
 #: A channel (at its strongest position), (channel, y, x), or a function of the activation.
 Unit = int | tuple[int, int, int] | Callable[[Tensor], Tensor]
 
@@ -62,7 +60,7 @@ def explain(
     >>> e.weights.shape, e.contributions.shape
     (torch.Size([2, 2, 6, 32, 32]), torch.Size([2, 2, 32, 32]))
     """
-    model = _unwrapped(model)
+    model = unwrapped(model)
     if isinstance(model, BcosModel):
         check_images(images, model.in_channels)
         check_values(images)
@@ -89,7 +87,12 @@ def explain(
         targets = targets.cpu()  # now, so that the chunks need not wait for the device
     parts = [
         _explain_chunk(
-            model, part, _targets_of(targets, i, chunk, len(images)), layer, units, create_graph
+            model,
+            part,
+            targets_of_chunk(targets, i, chunk, len(images)),
+            layer,
+            units,
+            create_graph,
         )
         for i, part in enumerate(images.split(chunk))
     ]
@@ -114,18 +117,18 @@ def _explain_chunk(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_nothing_drawn_or_tracked(model))
-        given = _network_input(model, images if create_graph else images.detach())
+        given = network_input(model, images if create_graph else images.detach())
         x = given.detach().requires_grad_()
         if create_graph:
             with record_factors() as tape:
-                full = tap(network, layer, given) if layer is not None else _logits(model, given)
+                full = tap(network, layer, given) if layer is not None else logits_of(model, given)
             offsets = stack.enter_context(replay_factors(tape))
         else:
             offsets = stack.enter_context(collect_offsets())
         positions = None
         if layer is None:
-            logits = _logits(model, x)
-            indices = _resolve_targets(targets, logits, getattr(model, "classes", None))
+            logits = logits_of(model, x)
+            indices = resolve_targets(targets, logits, getattr(model, "classes", None))
             values = logits.gather(1, indices)
         else:
             values, indices, positions = _pick_units(tap(network, layer, x), units, layer)
@@ -176,7 +179,7 @@ def _rows(
     return torch.stack(rows, 1), torch.stack(biases, 1)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DataParallel, DistributedDataParallel and torch.compile's wrappers."""
     while True:
         inner = getattr(model, "_orig_mod", None)
@@ -189,14 +192,14 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _network_input(model: nn.Module, images: Tensor) -> Tensor:
+def network_input(model: nn.Module, images: Tensor) -> Tensor:
     """What W(x) multiplies: the encoded images, or for a bare network the images as they are."""
     dtype = next((p.dtype for p in model.parameters()), images.dtype)
     images = images.to(dtype)
     return encode(images) if isinstance(model, BcosModel) else images.clone()
 
 
-def _logits(model: nn.Module, x: Tensor) -> Tensor:
+def logits_of(model: nn.Module, x: Tensor) -> Tensor:
     out = model.from_encoded(x) if isinstance(model, BcosModel) else model(x)
     out = out if isinstance(out, Tensor) else out[0]
     if out.dim() != 2:
@@ -205,70 +208,6 @@ def _logits(model: nn.Module, x: Tensor) -> Tensor:
             "its layers with `layer` and `unit`."
         )
     return out
-
-
-def _targets_of(targets: Targets, i: int, chunk: int, count: int) -> Targets:
-    """The part of per-image targets that belongs to the i-th chunk."""
-    nested = isinstance(targets, list | tuple) and targets and isinstance(targets[0], list | tuple)
-    if nested or isinstance(targets, np.ndarray):
-        try:
-            targets = torch.tensor(
-                np.array(targets) if isinstance(targets, np.ndarray) else targets
-            )
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"`targets` (={targets!r}) must be N lists of K classes.") from error
-    if isinstance(targets, Tensor) and targets.dim() > 0:
-        if targets.dim() > 2 or len(targets) != count or targets.numel() == 0:
-            raise ValueError(
-                f"`targets` (shape {tuple(targets.shape)}) must be [N] or [N, K] for N = {count} "
-                "images; give a list for the same classes on every image."
-            )
-        return targets[i * chunk : (i + 1) * chunk]
-    return targets
-
-
-def _resolve_targets(targets: Targets, logits: Tensor, names: Sequence[str] | None) -> Tensor:
-    """[N, K] class indices."""
-    n, k = logits.shape
-    if targets is None:
-        return logits.argmax(1, keepdim=True)
-    if isinstance(targets, str) and targets == "all":
-        return torch.arange(k, device=logits.device).expand(n, k)
-    if isinstance(targets, Tensor):
-        if targets.is_floating_point() or targets.dtype == torch.bool:
-            raise TypeError(f"`targets` (dtype {targets.dtype}) must be integers, class indices.")
-        for value in (int(targets.min()), int(targets.max())):
-            _check_class(value, k)
-        given = targets.to(logits.device, torch.long, non_blocking=True)
-        if given.dim() == 0:
-            given = given.expand(n)
-        return given.view(n, -1)
-    listed: list[Any] = [targets]
-    if isinstance(targets, Iterable) and not isinstance(targets, str):
-        listed = list(targets)
-    if not listed:
-        raise ValueError("`targets` (=[]) must hold at least one class; leave it out for the top.")
-    found = [_class_index(t, k, names) for t in listed]
-    return torch.tensor(found, device=logits.device).expand(n, -1)
-
-
-def _class_index(target: Any, count: int, names: Sequence[str] | None) -> int:
-    if isinstance(target, str):
-        if names is None or target not in names:
-            known = "this model has no class names" if names is None else ", ".join(names[:20])
-            raise ValueError(f"`targets` (={target!r}) must be a class of the model: {known}.")
-        return list(names).index(target)
-    try:
-        value = operator.index(target)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"`targets` (={target!r}) must be a class index or name.") from error
-    _check_class(value, count)
-    return value
-
-
-def _check_class(value: int, count: int) -> None:
-    if not 0 <= value < count:
-        raise ValueError(f"`targets` (={value}) must be from 0 to {count - 1}: {count} classes.")
 
 
 def _pick_units(
