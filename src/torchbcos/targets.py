@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Targets", "resolve_targets", "targets_of_chunk"]
+__all__ = ["Targets", "check_class", "resolve_targets", "targets_of_chunk"]
 
 #: One class for all images, several, one or several for each, or "all".
 Targets = int | str | Sequence[int | str] | Sequence[Sequence[int]] | Tensor | np.ndarray | None
@@ -47,7 +47,7 @@ def resolve_targets(targets: Targets, logits: Tensor, names: Sequence[str] | Non
         if targets.is_floating_point() or targets.dtype == torch.bool:
             raise TypeError(f"`targets` (dtype {targets.dtype}) must be integers, class indices.")
         for value in (int(targets.min()), int(targets.max())):
-            _check_class(value, k)
+            check_class(value, k)
         given = targets.to(logits.device, torch.long, non_blocking=True)
         if given.dim() == 0:
             given = given.expand(n)
@@ -71,10 +71,10 @@ def _class_index(target: Any, count: int, names: Sequence[str] | None) -> int:
         value = operator.index(target)
     except (TypeError, ValueError) as error:
         raise TypeError(f"`targets` (={target!r}) must be a class index or name.") from error
-    _check_class(value, count)
+    check_class(value, count)
     return value
 
 
-def _check_class(value: int, count: int) -> None:
+def check_class(value: int, count: int) -> None:
     if not 0 <= value < count:
         raise ValueError(f"`targets` (={value}) must be from 0 to {count - 1}: {count} classes.")

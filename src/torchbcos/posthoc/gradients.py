@@ -1,0 +1,250 @@
+"""Methods by gradients. All targets of an image share its forward pass.
+
+That is why captum, which runs one for each target, computes only DeepLIFT and Guided Backprop here;
+the tests hold the other methods against it.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from torchbcos.explain import explain, unwrapped
+from torchbcos.models import BcosModel
+from torchbcos.posthoc.head import find_head
+from torchbcos.posthoc.registry import Subject, register
+from torchbcos.targets import Targets
+
+__all__ = [
+    "deeplift",
+    "grad",
+    "gradcam",
+    "guided_backprop",
+    "guided_gradcam",
+    "input_x_gradient",
+    "integrated_gradients",
+    "ours",
+    "smoothgrad",
+]
+
+STEPS = 50  # of Integrated Gradients, as in the paper
+SAMPLES, NOISE = 25, 0.15  # of SmoothGrad; the noise as a part of the image's range
+
+
+@register("ours", label="Ours", inherent=True)
+def ours(model: nn.Module, images: Tensor, targets: Targets = None) -> Tensor:
+    """The model's own contributions W(x)·x."""
+    return explain(model, images, targets, chunk=max(len(images), 1)).contributions
+
+
+@register("grad", label="Grad")
+def grad(model: nn.Module, images: Tensor, targets: Targets = None) -> Tensor:
+    """The gradient by the input, with its sign."""
+    subject = Subject.of(model, images, targets)
+    return _gradients(subject, subject.x).sum(2)
+
+
+@register("ixg", label="IxG")
+def input_x_gradient(model: nn.Module, images: Tensor, targets: Targets = None) -> Tensor:
+    subject = Subject.of(model, images, targets)
+    return (_gradients(subject, subject.x) * subject.x[:, None]).sum(2)
+
+
+@register("intgrad", label="IntGrad")
+def integrated_gradients(
+    model: nn.Module, images: Tensor, targets: Targets = None, steps: int = STEPS
+) -> Tensor:
+    """Gradients along the line from zeros, by the Gauss–Legendre quadrature that captum uses."""
+    subject = Subject.of(model, images, targets)
+    nodes, weights = _gauss_legendre(steps)
+    total = torch.zeros((*subject.targets.shape, *subject.x.shape[1:]), device=subject.x.device)
+    for node, weight in zip(nodes, weights, strict=True):
+        total += weight * _gradients(subject, node * subject.x)
+    return (total * subject.x[:, None]).sum(2)
+
+
+@register("smoothgrad", label="SmoothGrad")
+def smoothgrad(
+    model: nn.Module,
+    images: Tensor,
+    targets: Targets = None,
+    samples: int = SAMPLES,
+    noise: float = NOISE,
+    seed: int = 0,
+) -> Tensor:
+    """The mean of input gradients under normal noise of `noise` times the input's range."""
+    subject = Subject.of(model, images, targets)
+    x = subject.x
+    deviation = noise * (x.amax((1, 2, 3), keepdim=True) - x.amin((1, 2, 3), keepdim=True))
+    generator = torch.Generator(x.device).manual_seed(seed)
+    total = torch.zeros((*subject.targets.shape, *x.shape[1:]), device=x.device)
+    for _ in range(samples):
+        # One image's noise for all: the result does not depend on what else is in the batch.
+        drawn = torch.randn(x.shape[1:], generator=generator, device=x.device, dtype=x.dtype)
+        total += _gradients(subject, x + deviation * drawn)
+    return total.sum(2) / samples
+
+
+@register("gradcam", label="GradCAM")
+def gradcam(
+    model: nn.Module, images: Tensor, targets: Targets = None, layer: str | None = None
+) -> Tensor:
+    """Positive part of the last features, weighted by their mean gradients; nearest pixels.
+
+    `layer` is a submodule whose output is taken; by default the input of the head is found: of a
+    classifier before the global pool, or of the global pool.
+    """
+    maps = _cam(Subject.of(model, images, targets), layer)
+    return F.interpolate(maps, images.shape[-2:], mode="nearest")
+
+
+@register("deeplift", label="DeepLIFT")
+def deeplift(model: nn.Module, images: Tensor, targets: Targets = None) -> Tensor:
+    """captum's DeepLIFT, rescale rule, from zeros.
+
+    It has rules for activations and max pools. A B-cos network has neither, and there the method
+    is input × gradient.
+    """
+    if not _uses(model, _RESCALED):
+        return input_x_gradient(model, images, targets)
+    from captum.attr import DeepLift
+
+    return _by_captum(DeepLift, model, images, targets)
+
+
+@register("guided_backprop", label="GuidedBP")
+def guided_backprop(model: nn.Module, images: Tensor, targets: Targets = None) -> Tensor:
+    """captum's Guided Backprop: ReLUs pass positive gradients only; without any, the gradient."""
+    if not _uses(model, (nn.ReLU,)):
+        return grad(model, images, targets)
+    from captum.attr import GuidedBackprop
+
+    return _by_captum(GuidedBackprop, model, images, targets)
+
+
+@register("guided_gradcam", label="GuidedGradCAM")
+def guided_gradcam(
+    model: nn.Module, images: Tensor, targets: Targets = None, layer: str | None = None
+) -> Tensor:
+    """Guided Backprop times GradCAM."""
+    guided = guided_backprop(model, images, targets)
+    return guided * gradcam(model, images, targets, layer=layer)
+
+
+def _gradients(subject: Subject, x: Tensor) -> Tensor:
+    """[N, K, C, H, W] of the targets' logits at `x`, from one forward pass."""
+    x = x.detach().requires_grad_()
+    return _derivatives(subject, x, x)
+
+
+def _derivatives(subject: Subject, x: Tensor, by: Tensor | Callable[[], Tensor]) -> Tensor:
+    with torch.inference_mode(False), torch.enable_grad():
+        outputs = subject.outputs(x)
+        inner = by() if callable(by) else by
+        last = outputs.shape[1] - 1
+        found = [
+            torch.autograd.grad(column.sum(), inner, retain_graph=k < last)[0]
+            for k, column in enumerate(outputs.unbind(1))
+        ]
+    return torch.stack(found, 1).detach()
+
+
+def _cam(subject: Subject, layer: str | None) -> Tensor:
+    """[N, K, h, w] on the features' own grid."""
+    head = find_head(subject.model, subject.x[:1], layer)
+    x = subject.x.detach().requires_grad_()
+    with head.watched(subject.model) as features:
+        gradients = _derivatives(subject, x, lambda: features[-1])
+    weights = gradients.mean((-2, -1), keepdim=True)  # [N, K, C, 1, 1]
+    return (weights * features[-1].detach()[:, None]).sum(2).relu()
+
+
+#: Modules that captum's DeepLIFT has rules for.
+_RESCALED = (
+    nn.ReLU, nn.ELU, nn.LeakyReLU, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.MaxPool1d, nn.MaxPool2d,
+    nn.MaxPool3d, nn.Softmax,
+)  # fmt: skip
+
+
+def _uses(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    return any(isinstance(m, kinds) for m in _apart(_network(model)).modules())
+
+
+def _network(model: nn.Module) -> nn.Module:
+    model = unwrapped(model)
+    return model.network if isinstance(model, BcosModel) else model
+
+
+def _by_captum(
+    attribution: Callable[[nn.Module], object], model: nn.Module, images: Tensor, targets: Targets
+) -> Tensor:
+    subject = Subject.of(model, images, targets)
+    computed = attribution(_apart(_network(model)))
+    temperature = getattr(subject.model, "temperature", 1.0)
+    with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+        warnings.filterwarnings("ignore", message="Setting (forward, backward|backward) hooks")
+        warnings.filterwarnings("ignore", message="Input Tensor")
+        x = subject.x.detach().requires_grad_()
+        maps = [
+            computed.attribute(x, target=column).sum(1).detach()  # type: ignore[attr-defined]
+            for column in subject.targets.unbind(1)
+        ]
+    return torch.stack(maps, 1) / temperature
+
+
+# captum hangs rules on modules, so each use of an activation must be a module of its own. The
+# parameters stay those of the model.
+_apart_of: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
+
+
+def _apart(model: nn.Module) -> nn.Module:
+    """The same network with a module for each use of a ReLU, none of them in place."""
+    if model not in _apart_of:
+        try:
+            _apart_of[model] = _separated(model)
+        except Exception:  # tracing fails in as many ways as there are networks
+            clone = copy.deepcopy(model)  # not kept: its weights are not the model's
+            for module in clone.modules():
+                if getattr(module, "inplace", False):
+                    module.inplace = False  # type: ignore[assignment]
+            return clone
+    return _apart_of[model]
+
+
+_RELUS = (F.relu, F.relu_, torch.relu, torch.relu_)
+
+
+def _separated(model: nn.Module) -> nn.Module:
+    traced = fx.symbolic_trace(model)
+    modules = dict(traced.named_modules())
+    for i, node in enumerate(list(traced.graph.nodes)):
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        if node.target in (*_RELUS, "relu", "relu_") and node.op.startswith("call_"):
+            module = modules.get(str(node.target)) or nn.ReLU()
+        if isinstance(module, _RESCALED):
+            own = copy.deepcopy(module)
+            if hasattr(own, "inplace"):
+                own.inplace = False
+            name = f"apart_{i}"
+            traced.add_submodule(name, own)
+            with traced.graph.inserting_after(node):
+                fresh = traced.graph.call_module(name, (node.args[0],))
+            node.replace_all_uses_with(fresh)
+            traced.graph.erase_node(node)
+    traced.recompile()
+    return traced
+
+
+def _gauss_legendre(steps: int) -> tuple[list[float], list[float]]:
+    if steps < 1:
+        raise ValueError(f"`steps` (={steps}) must be at least 1.")
+    import numpy as np
+
+    nodes, weights = np.polynomial.legendre.leggauss(steps)
+    return [float(v) for v in (nodes + 1) / 2], [float(w) for w in weights / 2]
