@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,9 @@ class Head:
     call: int  # the module's how-manieth call in a forward pass, from 0
 
     @contextmanager
-    def watched(self, model: nn.Module, replace: Any = None) -> Iterator[list[Tensor]]:
+    def watched(
+        self, model: nn.Module, replace: Callable[[Tensor], Tensor] | None = None
+    ) -> Iterator[list[Tensor]]:
         """Collect the features of each forward pass, or put `replace(features)` in their place."""
         seen: list[Tensor] = []
         calls = 0

@@ -40,7 +40,13 @@ class Method:
                 f"`model` (a {type(model).__name__}) must be a BcosModel for the method "
                 f"{self.name!r}: its equivalent for other networks is 'ixg'."
             )
-        maps = self.compute(model, images, targets, **options).detach()
+        try:
+            maps = self.compute(model, images, targets, **options).detach()
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"the method {self.name!r} needs the package {error.name}: install it with "
+                "pip install 'torchbcos[eval]'."
+            ) from error
         if maps.dim() != 4 or len(maps) != len(images) or maps.shape[2:] != images.shape[2:]:
             expected = f"[{len(images)}, K, {images.shape[-2]}, {images.shape[-1]}]"
             raise ValueError(

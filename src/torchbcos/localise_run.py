@@ -1,0 +1,284 @@
+"""Play the grid pointing game with a model, a set of images and methods; results stay on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from torchbcos._version import __version__
+from torchbcos.checkpoint import write_atomically
+from torchbcos.data import Images
+from torchbcos.disconnected import cell_targets, difull, dipart
+from torchbcos.explain import logits_of, network_input, unwrapped
+from torchbcos.localise import (
+    Summary,
+    compose,
+    default_kernel,
+    plan_grids,
+    score_cells,
+    summarise,
+)
+from torchbcos.models import BcosModel
+from torchbcos.posthoc import Method, choose_methods
+
+__all__ = ["Game", "MethodScores", "Played", "grid_images", "play"]
+
+SETTINGS = ("grid", "difull", "dipart")
+_SAVE_EVERY = 30.0  # seconds
+
+
+@dataclass(frozen=True)
+class Game:
+    """Everything that decides the scores, beside model, images and method."""
+
+    grids: int = 500
+    n: int = 3
+    preset: str = "paper"  # or "released"
+    setting: str = "grid"  # or "difull", "dipart"
+    smooth: int | None = None  # pixels of the window, 0 for none; None: by the cells' size
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        if self.setting not in SETTINGS:
+            raise ValueError(f"`setting` (={self.setting!r}) must be of: {', '.join(SETTINGS)}.")
+
+    def kernel(self, method: Method, cell: int) -> int:
+        """What maps are smoothed with: those of perturbation methods never are."""
+        if method.perturbs:
+            return 0
+        return default_kernel(cell) if self.smooth is None else self.smooth
+
+
+@dataclass(frozen=True)
+class MethodScores:
+    """How one method did."""
+
+    method: str
+    label: str
+    scores: np.ndarray  # [grids, n·n]
+    seconds: float
+
+    @property
+    def summary(self) -> Summary:
+        return summarise(self.scores)
+
+
+@dataclass(frozen=True)
+class Played:
+    """How a model did, by all methods."""
+
+    name: str
+    accuracy: float  # on all images
+    exponent: float | None  # B, of a B-cos model with one
+    plan: Tensor  # [grids, n·n] indices of images
+    methods: tuple[MethodScores, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model": self.name,
+            "accuracy": self.accuracy,
+            "b": self.exponent,
+            "methods": {
+                m.method: {**asdict(m.summary), "seconds": round(m.seconds, 2)}
+                for m in self.methods
+            },
+        }
+
+
+def play(
+    model: nn.Module,
+    images: Images,
+    methods: Sequence[str] = ("all",),
+    game: Game | None = None,
+    *,
+    name: str = "model",
+    data: str = "",
+    out: Path | None = None,
+    batch: int = 8,
+    console: Console | None = None,
+) -> Played:
+    """Score every method on the grids that `game` plans for this model.
+
+    With `out` each method's scores are written to `out/METHOD.json` as they come, and what is there
+    already from the same game is not computed again. Images and model must be on one device.
+    """
+    game = game or Game()
+    if batch < 1:
+        raise ValueError(f"`batch` (={batch}) must be at least 1 grid.")
+    console = console or Console(quiet=True)
+    chosen = choose_methods(methods, model)
+    logits = _predict(model, images, batch * game.n**2)
+    plan = plan_grids(
+        logits, images.labels, grids=game.grids, n=game.n, preset=game.preset, seed=game.seed
+    )
+    identity = {
+        "model": name,
+        "weights": _weights_digest(model),
+        "data": data,
+        "game": asdict(game),
+        "plan": hashlib.sha256(plan.numpy().tobytes()).hexdigest(),
+    }
+    subject = _subject(model, images, plan, game)
+    results = [
+        _score_method(
+            m, subject, images, plan, game, logits.shape[1], identity, out, batch, console
+        )
+        for m in chosen
+    ]
+    accuracy = (logits.argmax(1) == images.labels).double().mean().item()
+    return Played(name, accuracy, _exponent(model), plan, tuple(results))
+
+
+def grid_images(images: Images, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The grids of some rows of a plan, [G, C, n·H, n·W], and the classes of their cells."""
+    cells, labels = images.batch(rows.flatten())
+    return compose(cells, n), labels.view(len(rows), -1)
+
+
+def _score_method(
+    method: Method,
+    model: nn.Module,
+    images: Images,
+    plan: Tensor,
+    game: Game,
+    classes: int,
+    identity: dict[str, Any],
+    out: Path | None,
+    batch: int,
+    console: Console,
+) -> MethodScores:
+    smooth = game.kernel(method, images.pixels.shape[-1])
+    identity = {**identity, "method": method.name, "smooth": smooth}
+    path = out / f"{method.name}.json" if out is not None else None
+    done, seconds = _stored(path, identity)
+    labels = images.labels.cpu()[plan]  # [G, n·n]; on the CPU, so that no check waits for a GPU
+    if game.setting != "grid":
+        labels = cell_targets(labels, classes)
+    batch = 1 if method.perturbs else batch  # they fill the device by themselves
+    parts: list[Tensor] = [torch.tensor(done, dtype=torch.float64).reshape(-1, game.n**2)]
+    if len(done) == len(plan):
+        console.print(f"{method.label}: {len(done)} grids are scored already.", highlight=False)
+        return MethodScores(method.name, method.label, parts[0].numpy(), seconds)
+    started = saved = time.perf_counter()
+    with _progress(console) as progress:
+        task = progress.add_task(method.label, total=len(plan), completed=len(done))
+        for rows, targets in zip(
+            plan[len(done) :].split(batch), labels[len(done) :].split(batch), strict=True
+        ):
+            grids, _ = grid_images(images, rows, game.n)
+            parts.append(score_cells(method(model, grids, targets), game.n, smooth))
+            progress.advance(task, len(rows))
+            now = time.perf_counter()
+            if path is not None and now - saved > _SAVE_EVERY:
+                parts = [_joined(parts)]
+                _write(path, identity, parts[0], seconds + now - started, complete=False)
+                saved = now
+            if len(parts) == 2:
+                _announce(console, method, now - started, len(rows), len(plan) - len(done))
+    scores = _joined(parts)
+    seconds += time.perf_counter() - started
+    if path is not None:
+        _write(path, identity, scores, seconds, complete=True)
+    return MethodScores(method.name, method.label, scores.numpy(), seconds)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([p.cpu() for p in parts])
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+
+
+def _announce(console: Console, method: Method, taken: float, count: int, total: int) -> None:
+    """After the first batch of slow work, say how long it will take: also where no bar is drawn."""
+    seconds = taken / count * (total - count)
+    if seconds > 60:
+        text = f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+        console.print(f"{method.label}: about {text} left for {total} grids.", highlight=False)
+
+
+def _stored(path: Path | None, identity: dict[str, Any]) -> tuple[list[list[float]], float]:
+    """Scores of the same game that are there already, and the seconds they took."""
+    if path is None or not path.exists():
+        return [], 0.0
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["identity"] != json.loads(json.dumps(identity)):
+            return [], 0.0
+        return document["scores"], float(document["seconds"])
+    except (ValueError, KeyError, TypeError):
+        return [], 0.0
+
+
+def _write(
+    path: Path, identity: dict[str, Any], scores: Tensor, seconds: float, complete: bool
+) -> None:
+    document = {
+        "identity": identity,
+        "complete": complete,
+        **asdict(summarise(scores)),
+        "seconds": seconds,
+        "evidence": _evidence(),
+        "scores": scores.tolist(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (json.dumps(document) + "\n").encode())
+
+
+def _evidence() -> dict[str, str]:
+    found = {"torchbcos": __version__, "torch": torch.__version__}
+    for package in ("captum", "lime", "scikit-image"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+@torch.no_grad()
+def _predict(model: nn.Module, images: Images, batch: int) -> Tensor:
+    inner = unwrapped(model)
+    logits = []
+    for indices in torch.arange(len(images)).split(batch):
+        pixels, _ = images.batch(indices)
+        logits.append(logits_of(inner, network_input(inner, pixels)))
+    return torch.cat(logits)
+
+
+def _subject(model: nn.Module, images: Images, plan: Tensor, game: Game) -> nn.Module:
+    if game.setting == "difull":
+        return difull(model, game.n)
+    if game.setting == "dipart":
+        grids, _ = grid_images(images, plan[:1], game.n)
+        return dipart(model, game.n, grids)
+    return model
+
+
+def _weights_digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for key, value in model.state_dict().items():
+        digest.update(key.encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _exponent(model: nn.Module) -> float | None:
+    inner = unwrapped(model)
+    found = {layer.b for _, layer in inner.bcos_layers()} if isinstance(inner, BcosModel) else set()
+    return float(found.pop()) if len(found) == 1 else None

@@ -1,0 +1,96 @@
+"""Plots of scores; figures are returned, not shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["accuracy_and_localisation", "score_boxes"]
+
+OURS, OTHER, INK = "#d62728", "#8fa3bf", "#1d2330"
+
+
+def score_boxes(
+    panels: Mapping[str, Mapping[str, np.ndarray]],
+    *,
+    chance: float | None = None,
+    highlight: str = "Ours",
+) -> Figure:
+    """One panel for each model, one box for each method: median, quartiles, 5 % to 95 %.
+
+    `panels` are scores by model and method, as in Fig. 5 and B1/B2 of the paper; a dot is the mean,
+    the dashed line is `chance`.
+    """
+    from matplotlib.figure import Figure
+
+    if not panels or not all(panels.values()):
+        raise ValueError("`panels` (={}) must hold the scores of at least one model and method.")
+    widths = [max(len(methods), 3) for methods in panels.values()]
+    fig = Figure(figsize=(1.2 + 0.62 * sum(widths), 3.6), layout="constrained")
+    axes = fig.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)[0]
+    for axis, (title, methods) in zip(axes, panels.items(), strict=True):
+        _boxes(axis, list(methods.values()), [label.startswith(highlight) for label in methods])
+        axis.set_xticks(range(len(methods)), list(methods), rotation=40, ha="right")
+        axis.set_title(title, fontsize=10)
+        _finish(axis, chance)
+    axes[0].set_ylabel("localisation")
+    return fig
+
+
+def accuracy_and_localisation(points: Sequence[tuple[float, float, np.ndarray]]) -> Figure:
+    """Over B: accuracies as crosses, scores as boxes, as in Fig. 4; points are (B, both)."""
+    from matplotlib.figure import Figure
+
+    if not points:
+        raise ValueError("`points` (=[]) must hold at least one (B, accuracy, scores).")
+    points = sorted(points, key=lambda p: p[0])
+    fig = Figure(figsize=(1.6 + 0.75 * max(len(points), 3), 3.4), layout="constrained")
+    axis = fig.subplots()
+    _boxes(axis, [scores for _, _, scores in points], [False] * len(points))
+    axis.set_xticks(range(len(points)), [f"{b:g}" for b, _, _ in points])
+    axis.set_xlabel("B")
+    axis.set_ylabel("localisation (boxes)")
+    _finish(axis, None)
+    right = axis.twinx()
+    right.plot(
+        range(len(points)), [100 * a for _, a, _ in points], "x", color=OURS, ms=8, mew=2, zorder=5
+    )
+    right.set_ylabel("accuracy in % (crosses)", color=OURS)
+    right.tick_params(axis="y", colors=OURS)
+    right.spines[["top"]].set_visible(False)
+    right.margins(y=0.25)
+    return fig
+
+
+def _boxes(axis: Axes, scores: Sequence[np.ndarray], highlighted: Sequence[bool]) -> None:
+    drawn: dict[str, Any] = axis.boxplot(
+        [np.ravel(s) for s in scores],
+        positions=range(len(scores)),
+        widths=0.62,
+        whis=(5, 95),
+        showfliers=False,
+        showmeans=True,
+        patch_artist=True,
+        medianprops={"color": INK, "linewidth": 1.6},
+        meanprops={"marker": "o", "markersize": 3.5, "markerfacecolor": INK, "markeredgewidth": 0},
+        whiskerprops={"color": INK, "linewidth": 0.8},
+        capprops={"color": INK, "linewidth": 0.8},
+        boxprops={"linewidth": 0.8, "edgecolor": INK},
+    )
+    for box, special in zip(drawn["boxes"], highlighted, strict=True):
+        box.set_facecolor(OURS if special else OTHER)
+
+
+def _finish(axis: Axes, chance: float | None) -> None:
+    axis.set_ylim(-0.02, 1.02)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", color="#e3e6ec", linewidth=0.8)
+    axis.set_axisbelow(True)
+    if chance is not None:
+        axis.axhline(chance, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
