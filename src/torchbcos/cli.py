@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from torchbcos import cli_localise
+
 app = typer.Typer(
     help="Vision networks that explain themselves.",
     no_args_is_help=True,
@@ -241,6 +243,12 @@ def evaluate(
         output.print(
             f"{accuracy:.2%} of {len(split.test)} images, loss {loss:.4f}", highlight=False
         )
+
+
+app.command(
+    epilog="Example: torchbcos localise --model cifar10 --data data/cifar10 --methods ours,ixg",
+)(cli_localise.localise)
+app.command(epilog="Example: torchbcos toy --out toy --b 1,2,4,10")(cli_localise.toy)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchbcos.explain import logits_of, network_input, unwrapped
+from torchbcos.baseline import Normalised
+from torchbcos.explain import logits_of, unwrapped
 from torchbcos.localise import split_cells
 from torchbcos.models import BcosModel
 from torchbcos.posthoc.head import Head, find_head
+from torchbcos.posthoc.subject import input_of, network_of
 
 __all__ = ["cell_targets", "difull", "dipart"]
 
 
 def difull(model: nn.Module, n: int) -> nn.Module:
     """The model for grids of n×n, [N, C, n·H, n·W] → [N, n·n·K], each cell by itself."""
-    return _cut(model, _Cells(_network(model), n))
+    return _cut(model, _Cells(network_of(model), n))
 
 
 def dipart(model: nn.Module, n: int, images: Tensor, layer: str | None = None) -> nn.Module:
@@ -30,8 +32,8 @@ def dipart(model: nn.Module, n: int, images: Tensor, layer: str | None = None) -
     `layer` is the last of the features; by default it is found as for GradCAM.
     """
     model = unwrapped(model)
-    network = _network(model)
-    head = find_head(network, network_input(model, images[:1]), layer)
+    network = network_of(model)
+    head = find_head(network, input_of(model, images[:1]), layer)
     return _cut(model, _CellFeatures(network, n, head))
 
 
@@ -63,17 +65,15 @@ class _CellFeatures(nn.Module):
             return logits_of(self.inner, x).view(len(x), -1)
 
 
-def _network(model: nn.Module) -> nn.Module:
-    model = unwrapped(model)
-    return model.network if isinstance(model, BcosModel) else model
-
-
 def _cut(model: nn.Module, network: nn.Module) -> nn.Module:
     model = unwrapped(model)
     network.train(model.training)
+    if isinstance(model, Normalised):
+        cut: nn.Module = model.around(network)
+        return cut.train(model.training)
     if not isinstance(model, BcosModel):
         return network
-    cut = BcosModel(network, in_channels=model.in_channels, input_size=model.input_size)
-    cut.temperature, cut.logit_bias = model.temperature, model.logit_bias
-    cut.scaling = model.scaling
-    return cut.train(model.training)
+    bcos = BcosModel(network, in_channels=model.in_channels, input_size=model.input_size)
+    bcos.temperature, bcos.logit_bias = model.temperature, model.logit_bias
+    bcos.scaling = model.scaling
+    return bcos.train(model.training)

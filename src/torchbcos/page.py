@@ -21,6 +21,7 @@ class Panel:
     title: str
     picture: np.ndarray  # uint8 [H, W, 3 or 4]
     caption: str = ""
+    wide: bool = False  # as wide as the page, for plots
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def _panel(panel: Panel) -> str:
     data = base64.b64encode(png(panel.picture)).decode()
     title, caption = html.escape(panel.title), html.escape(panel.caption)
     return (
-        f"<figure><div class=title>{title}</div>"
+        f"<figure{' class=wide' if panel.wide else ''}><div class=title>{title}</div>"
         f'<img alt="{title}" src="data:image/png;base64,{data}">'
         f"<figcaption>{caption}</figcaption></figure>"
     )
@@ -93,6 +94,8 @@ section {{ background: #fff; border: 1px solid var(--line); border-radius: 12px;
 figure {{ margin: 0; width: 224px; }}
 figure img {{ width: 224px; height: auto; border-radius: 6px; border: 1px solid var(--line);
   display: block; background: #fff; image-rendering: pixelated; }}
+figure.wide, figure.wide img {{ width: auto; max-width: 100%; border: 0;
+  image-rendering: auto; }}
 .title {{ font-weight: 600; font-size: .88rem; margin-bottom: .35rem; white-space: nowrap;
   overflow: hidden; text-overflow: ellipsis; }}
 figcaption {{ color: var(--soft); font-size: .8rem; margin-top: .3rem; }}

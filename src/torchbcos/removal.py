@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchbcos.posthoc.registry import Subject, probabilities
+from torchbcos.posthoc.subject import Subject, probabilities
 from torchbcos.targets import Targets
 
 __all__ = ["RemovalCurve", "removal_curve"]

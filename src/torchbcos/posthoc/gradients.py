@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from torchbcos.explain import explain, unwrapped
-from torchbcos.models import BcosModel
+from torchbcos.explain import explain
 from torchbcos.posthoc.head import find_head
-from torchbcos.posthoc.registry import Subject, register
+from torchbcos.posthoc.registry import register
+from torchbcos.posthoc.subject import Subject, network_of
 from torchbcos.targets import Targets
 
 __all__ = [
@@ -157,9 +157,10 @@ def _derivatives(subject: Subject, x: Tensor, by: Tensor | Callable[[], Tensor])
 
 def _cam(subject: Subject, layer: str | None) -> Tensor:
     """[N, K, h, w] on the features' own grid."""
-    head = find_head(subject.model, subject.x[:1], layer)
+    network = network_of(subject.model)
+    head = find_head(network, subject.x[:1], layer)
     x = subject.x.detach().requires_grad_()
-    with head.watched(subject.model) as features:
+    with head.watched(network) as features:
         gradients = _derivatives(subject, x, lambda: features[-1])
     weights = gradients.mean((-2, -1), keepdim=True)  # [N, K, C, 1, 1]
     return (weights * features[-1].detach()[:, None]).sum(2).relu()
@@ -173,19 +174,14 @@ _RESCALED = (
 
 
 def _uses(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    return any(isinstance(m, kinds) for m in _apart(_network(model)).modules())
-
-
-def _network(model: nn.Module) -> nn.Module:
-    model = unwrapped(model)
-    return model.network if isinstance(model, BcosModel) else model
+    return any(isinstance(m, kinds) for m in _apart(network_of(model)).modules())
 
 
 def _by_captum(
     attribution: Callable[[nn.Module], object], model: nn.Module, images: Tensor, targets: Targets
 ) -> Tensor:
     subject = Subject.of(model, images, targets)
-    computed = attribution(_apart(_network(model)))
+    computed = attribution(_apart(network_of(model)))
     temperature = getattr(subject.model, "temperature", 1.0)
     with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
         warnings.filterwarnings("ignore", message="Setting (forward, backward|backward) hooks")

@@ -62,7 +62,7 @@ def find_head(model: nn.Module, x: Tensor, layer: str | None = None) -> Head:
     hooks = []
     for name, module in model.named_modules():
         leaf = isinstance(module, BcosLayer) or next(module.children(), None) is None
-        if leaf or (name and name in (layer, f"network.{layer}")):
+        if leaf or (name and name == layer):
             hooks.append(module.register_forward_hook(_noting(calls, name)))
     try:
         logits_of(model, x)
@@ -75,7 +75,7 @@ def find_head(model: nn.Module, x: Tensor, layer: str | None = None) -> Head:
         return Head(name, side, sum(c[0] == name for c in calls[:index]))
 
     if layer is not None:
-        found = [i for i, c in enumerate(calls) if c[0] in (layer, f"network.{layer}")]
+        found = [i for i, c in enumerate(calls) if c[0] == layer]
         if not found or not _has_places(calls[found[-1]][3]):
             raise ValueError(
                 f"`layer` (={layer!r}) must be a submodule of the network with an output "

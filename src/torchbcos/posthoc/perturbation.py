@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchbcos.posthoc.registry import Subject, probabilities, register
+from torchbcos.posthoc.registry import register
+from torchbcos.posthoc.subject import Subject, probabilities
 from torchbcos.targets import Targets
 
 __all__ = ["occlusion", "rise", "rise_masks"]

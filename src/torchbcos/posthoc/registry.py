@@ -1,4 +1,4 @@
-"""The methods by name, and what every one of them starts from."""
+"""The methods by name."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from torchbcos.explain import logits_of, network_input, unwrapped
+from torchbcos.explain import unwrapped
 from torchbcos.models import BcosModel
-from torchbcos.targets import Targets, check_class, resolve_targets, targets_of_chunk
+from torchbcos.targets import Targets
 
-__all__ = ["METHODS", "Method", "Subject", "choose_methods", "probabilities", "register"]
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+__all__ = ["METHODS", "Method", "choose_methods", "register"]
 
 #: Every method by its name.
 METHODS: dict[str, Method] = {}
@@ -85,49 +82,3 @@ def choose_methods(names: Iterable[str], model: nn.Module) -> list[Method]:
     if not chosen:
         raise ValueError("`methods` (=[]) must name at least one method.")
     return list(chosen.values())
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model as the methods see it: what goes into its network, and the logits that come out.
-
-    For a B-cos model the input is the encoded image, six channels, as in the paper: a baseline of
-    zeros is then the absence of any signal, not black.
-    """
-
-    model: nn.Module
-    x: Tensor  # [N, C, H, W]
-    targets: Tensor  # [N, K]
-    extremes: tuple[int, ...] = ()  # the lowest and highest of targets not yet checked
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, model: nn.Module, images: Tensor, targets: Targets) -> Subject:
-        model = unwrapped(model)
-        if not isinstance(images, Tensor) or images.dim() != 4:
-            shape = tuple(getattr(images, "shape", ()))
-            raise ValueError(f"`images` (shape {shape}) must be a tensor [N, C, H, W].")
-        x = network_input(model, images)
-        given = targets_of_chunk(targets, 0, len(images), len(images))
-        if isinstance(given, Tensor) and given.dim() > 0 and given.dtype in _INTEGERS:
-            # No forward pass, and with targets from the CPU no waiting for the device.
-            extremes = int(given.min()), int(given.max())
-            return cls(model, x, given.to(x.device, torch.long).view(len(x), -1), extremes)
-        logits = logits_of(model, x)
-        return cls(model, x, resolve_targets(given, logits, getattr(model, "classes", None)))
-
-    def logits(self, x: Tensor) -> Tensor:
-        """All logits of other inputs in place of `x`."""
-        logits = logits_of(self.model, x)
-        for value in self.extremes:
-            check_class(value, logits.shape[1])
-        return logits
-
-    def outputs(self, x: Tensor) -> Tensor:
-        """The targets' logits [N, K]."""
-        return self.logits(x).gather(1, self.targets)
-
-
-def probabilities(model: nn.Module, logits: Tensor) -> Tensor:
-    """Of each class: a B-cos model learns them one by one, other classifiers against each other."""
-    return logits.sigmoid() if isinstance(unwrapped(model), BcosModel) else logits.softmax(-1)

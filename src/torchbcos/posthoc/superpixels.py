@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchbcos.explain import network_input
-from torchbcos.posthoc.registry import Subject, probabilities, register
+from torchbcos.posthoc.registry import register
+from torchbcos.posthoc.subject import Subject, input_of, probabilities
 from torchbcos.targets import Targets
 
 __all__ = ["lime"]
@@ -75,7 +75,7 @@ def _explainer(subject: Subject, image: Tensor, chunk: int, seed: int) -> Any:
             found = []
             for rows in torch.from_numpy(data).to(image.device).bool().split(chunk):
                 changed = torch.where(rows[:, where][:, None], image, mean)
-                logits = subject.logits(network_input(subject.model, changed))
+                logits = subject.logits(input_of(subject.model, changed))
                 found.append(probabilities(subject.model, logits).cpu())
             return data, torch.cat(found).double().numpy()
 

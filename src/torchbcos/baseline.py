@@ -1,0 +1,74 @@
+"""Conventional networks to compare with: torchvision's, with their usual normalisation inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torchvision
+from torch import Tensor, nn
+
+__all__ = ["Normalised", "load_baseline"]
+
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+
+
+class Normalised(nn.Module):
+    """A network for images in 0..1 that subtracts mean and deviation itself."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(
+        self,
+        network: nn.Module,
+        mean: tuple[float, ...] = MEAN,
+        deviation: tuple[float, ...] = DEVIATION,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("deviation", torch.tensor(deviation).view(-1, 1, 1), persistent=False)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        return (images - self.mean) / self.deviation
+
+    def around(self, network: nn.Module) -> Normalised:
+        """The same normalisation before another network."""
+        other = Normalised(network)
+        other.mean, other.deviation = self.mean, self.deviation
+        return other
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(self.normalise(images))  # type: ignore[no-any-return]
+
+
+def load_baseline(name: str, device: torch.device | str = "cpu") -> nn.Module:
+    """`NAME=FILE`: a torchvision network with a state dict (.pth or .safetensors) of any classes.
+
+    `NAME` alone, or `NAME=DEFAULT`, takes torchvision's own weights, which it may have to fetch.
+    """
+    arch, _, weights = name.partition("=")
+    if arch not in torchvision.models.list_models(module=torchvision.models):
+        raise ValueError(f"`--baseline` (=torchvision/{name}): {arch!r} is no torchvision network.")
+    if not weights or weights.isupper():
+        network = torchvision.models.get_model(arch, weights=weights or "DEFAULT")
+        return Normalised(network).to(device).eval()
+    path = Path(weights)
+    if not path.is_file():
+        raise ValueError(f"`--baseline` (=torchvision/{name}): {path} does not exist.")
+    try:
+        if path.suffix == ".safetensors":
+            state = safetensors.torch.load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        outputs = len([v for v in state.values() if v.dim() > 0][-1])  # the classifier is last
+        network = torchvision.models.get_model(arch, weights=None, num_classes=outputs)
+        network.load_state_dict(state)
+    except Exception as error:  # damaged files and pickles raise nearly anything
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"`--baseline` (=torchvision/{name}): {path} is no state dict of {arch}: {reason}"
+        ) from error
+    return Normalised(network).to(device).eval()

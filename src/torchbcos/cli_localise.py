@@ -1,0 +1,168 @@
+"""The commands that evaluate explanations: `localise` and `toy`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchbcos.localise_run import Played
+
+output, errors = Console(), Console(stderr=True)
+
+
+def localise(
+    data: Annotated[str, typer.Option(help="'shapes', a CIFAR-10 folder, or class folders.")],
+    model: Annotated[str, typer.Option(help="A file from torchbcos.save, or a bundled name.")] = "",
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another model, again and again: a file or name as above, or a conventional "
+            "network as torchvision/NAME=WEIGHTS, with normalised images."
+        ),
+    ] = None,
+    methods: Annotated[
+        str, typer.Option(help="'all', or names, comma-separated: ours,ixg,gradcam,…")
+    ] = "all",
+    grids: Annotated[int, typer.Option(help="How many grids.", min=1)] = 500,
+    n: Annotated[int, typer.Option("--n", help="Cells a side.", min=2)] = 3,
+    preset: Annotated[
+        str, typer.Option(help="Grids as in the 'paper' or as 'released'.")
+    ] = "paper",
+    setting: Annotated[
+        str, typer.Option(help="'grid', or cells disconnected: 'difull', 'dipart'.")
+    ] = "grid",
+    smooth: Annotated[
+        int, typer.Option(help="Smoothing window in pixels, 0 for none; -1: by size.", min=-1)
+    ] = -1,
+    size: Annotated[int, typer.Option(help="Pixels of a cell; 0: the model's.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of the drawing of classes.")] = 42,
+    batch: Annotated[int, typer.Option(help="Grids at once.", min=1)] = 8,
+    out: Annotated[Path, typer.Option(help="Folder for scores, plots, page.")] = Path("localise"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
+) -> None:
+    """Play the grid pointing game: do explanations point at the image of their class?
+
+    Scores that are in the folder already are not computed again, so a run that was interrupted goes
+    on where it was.
+    """
+    from torchbcos.checkpoint import default_name
+    from torchbcos.data import open_data
+    from torchbcos.localise_page import write_report
+    from torchbcos.localise_run import Game, play
+    from torchbcos.models import BcosModel
+    from torchbcos.posthoc import choose_methods
+
+    game = Game(grids, n, preset, setting, None if smooth < 0 else smooth, seed)
+    wanted = [m.strip() for m in methods.split(",") if m.strip()]
+    names = [model or default_name(), *(baseline or [])]
+    played, networks, sets = [], [], []
+    for name, title in zip(names, _titles(names), strict=True):
+        network, native, classes = _network(name, device)
+        # Ours needs a B-cos model; beside one, a conventional network does without it.
+        chosen = choose_methods(wanted, network)
+        suitable = [m.name for m in chosen if isinstance(network, BcosModel) or not m.inherent]
+        split = open_data(data, size or native)
+        if classes is not None and classes != split.classes:
+            raise ValueError(f"`--data` (={data!r}) has not the classes that {name} was made for.")
+        images = split.test.to(device)
+        errors.print(f"{title}: {len(images)} images", highlight=False, markup=False)
+        played.append(
+            play(
+                network,
+                images,
+                suitable,
+                game,
+                name=title,
+                data=data,
+                out=out / "scores" / title,
+                batch=batch,
+                console=errors,
+            )
+        )
+        networks.append(network)
+        sets.append(images)
+    page = write_report(played, networks, sets, split.classes, game, out)
+    if as_json:
+        sys.stdout.write(json.dumps([p.as_json() for p in played], indent=1) + "\n")
+        return
+    _print(played)
+    output.print(f"Open {page}", soft_wrap=True, markup=False)
+
+
+def toy(
+    out: Annotated[Path, typer.Option(help="Folder for toy.json and toy.png.")] = Path("toy"),
+    b: Annotated[str, typer.Option("--b", help="Exponents, comma-separated.")] = "1,2,4,10,30",
+    points: Annotated[int, typer.Option(help="Points in each cluster.", min=1)] = 100,
+    seed: Annotated[int, typer.Option(help="Of the points.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """One B-cos unit in the plane: where do its best weights point, as B grows?"""
+    from torchbcos.toy import RED_ANGLE, solve, write
+
+    try:
+        exponents = [float(text) for text in b.split(",")]
+    except ValueError:
+        raise ValueError(f"`--b` (={b!r}) must be numbers, as in 1,2,4,10.") from None
+    found = solve(exponents, count=points, seed=seed)
+    files = write(found, out)
+    if as_json:
+        document = found.as_json()
+        short = {k: document[k] for k in ("red_degrees", "exponents", "best_degrees")}
+        sys.stdout.write(json.dumps(short, indent=1) + "\n")
+        return
+    table = Table("B", *(p.name for p in found.problems), title="Best angle of w in degrees")
+    for exponent, row in zip(found.exponents, found.best.T, strict=True):
+        table.add_row(f"{exponent:g}", *(f"{v:.1f}" for v in row))
+    output.print(table)
+    output.print(f"The red cluster is at {RED_ANGLE:.1f}.", highlight=False)
+    output.print(f"Wrote {files[0]} and {files[1]}", soft_wrap=True, markup=False)
+
+
+def _network(name: str, device: str) -> tuple[nn.Module, int | None, tuple[str, ...] | None]:
+    """A model, the size it was made for and its classes, where it knows them."""
+    from torchbcos.baseline import load_baseline
+    from torchbcos.checkpoint import load
+
+    if name.startswith("torchvision/"):
+        return load_baseline(name.removeprefix("torchvision/"), device), 224, None
+    network = load(name, device=device)
+    return network, network.input_size[0], network.classes
+
+
+def _titles(names: list[str]) -> list[str]:
+    """Short names for plots and folders, numbered where two are the same."""
+    titles: list[str] = []
+    for name in names:
+        path = Path(name.split("=")[0])
+        stem = path.parent.name if path.stem == "model" and path.parent.name else path.stem
+        count = sum(t == stem or t.startswith(f"{stem}-") for t in titles)
+        titles.append(f"{stem}-{count + 1}" if count else stem)
+    return titles
+
+
+def _print(played: list[Played]) -> None:
+    for p in played:
+        table = Table(title=f"{p.name}: {p.accuracy:.1%} accurate", title_justify="left")
+        table.add_column("method")
+        for column in ("mean", "95 % interval", "quartiles", "seconds"):
+            table.add_column(column, justify="right")
+        for m in p.methods:
+            s = m.summary
+            table.add_row(
+                m.label,
+                f"{s.mean:.3f}",
+                "{:.3f} – {:.3f}".format(*s.interval),
+                "{:.3f} {:.3f} {:.3f}".format(*s.quartiles),
+                f"{m.seconds:.1f}",
+            )
+        output.print(table)

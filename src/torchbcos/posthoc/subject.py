@@ -1,0 +1,79 @@
+"""A model as the methods see it: what goes into its network, and the logits that come out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchbcos.baseline import Normalised
+from torchbcos.explain import logits_of, network_input, unwrapped
+from torchbcos.models import BcosModel
+from torchbcos.targets import Targets, check_class, resolve_targets, targets_of_chunk
+
+__all__ = ["Subject", "input_of", "network_of", "probabilities"]
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def network_of(model: nn.Module) -> nn.Module:
+    """The network inside a model: after the encoding, or after the normalisation."""
+    model = unwrapped(model)
+    return model.network if isinstance(model, BcosModel | Normalised) else model
+
+
+def input_of(model: nn.Module, images: Tensor) -> Tensor:
+    """What goes into the network: images encoded, normalised, or as they are."""
+    model = unwrapped(model)
+    return (
+        model.normalise(images) if isinstance(model, Normalised) else network_input(model, images)
+    )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with the inputs and targets that are to be explained.
+
+    For a B-cos model the input is the encoded image, six channels, as in the paper: a baseline of
+    zeros is then the absence of any signal, not black. For a `Normalised` network the input is the
+    normalised image, and zeros are the mean colour.
+    """
+
+    model: nn.Module
+    x: Tensor  # [N, C, H, W]
+    targets: Tensor  # [N, K]
+    extremes: tuple[int, ...] = ()  # the lowest and highest of targets not yet checked
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: nn.Module, images: Tensor, targets: Targets) -> Subject:
+        model = unwrapped(model)
+        if not isinstance(images, Tensor) or images.dim() != 4:
+            shape = tuple(getattr(images, "shape", ()))
+            raise ValueError(f"`images` (shape {shape}) must be a tensor [N, C, H, W].")
+        x = input_of(model, images)
+        given = targets_of_chunk(targets, 0, len(images), len(images))
+        if isinstance(given, Tensor) and given.dim() > 0 and given.dtype in _INTEGERS:
+            # No forward pass, and with targets from the CPU no waiting for the device.
+            extremes = int(given.min()), int(given.max())
+            return cls(model, x, given.to(x.device, torch.long).view(len(x), -1), extremes)
+        logits = cls(model, x, x.new_empty(0)).logits(x)
+        return cls(model, x, resolve_targets(given, logits, getattr(model, "classes", None)))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """All logits of other inputs in place of `x`."""
+        bcos = isinstance(self.model, BcosModel)
+        logits = logits_of(self.model if bcos else network_of(self.model), x)
+        for value in self.extremes:
+            check_class(value, logits.shape[1])
+        return logits
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """The targets' logits [N, K]."""
+        return self.logits(x).gather(1, self.targets)
+
+
+def probabilities(model: nn.Module, logits: Tensor) -> Tensor:
+    """Of each class: a B-cos model learns them one by one, other classifiers against each other."""
+    return logits.sigmoid() if isinstance(unwrapped(model), BcosModel) else logits.softmax(-1)
