@@ -1,6 +1,7 @@
 import os
 
 import hypothesis
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -16,3 +17,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("reproducible")
 
 torch.set_num_threads(1)  # the tensors are tiny, and xdist already fills the cores
+
+
+@pytest.fixture(scope="session")
+def trained():
+    """By B: networks trained on four of the shapes; see tests/trained.py."""
+    from trained import train_on_shapes
+
+    return {b: train_on_shapes(b) for b in (1.0, 2.5)}

@@ -200,7 +200,10 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    shown = console.is_terminal
+    return Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown
+    )
 
 
 def _announce(console: Console, method: Method, taken: float, count: int, total: int) -> None:

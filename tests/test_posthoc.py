@@ -1,0 +1,341 @@
+"""The post-hoc methods against captum, the lime package, brute force and mathematics."""
+
+import captum.attr as ca
+import numpy as np
+import pytest
+import torch
+import torchvision
+from lime.lime_image import LimeImageExplainer
+from skimage.segmentation import quickshift
+from skimage.transform import resize
+from torch import nn
+
+import torchbcos as tb
+from torchbcos import posthoc
+from torchbcos.baseline import Normalised
+from torchbcos.encoding import encode
+from torchbcos.posthoc.head import find_head
+from torchbcos.posthoc.perturbation import rise_masks
+
+SIZE = 12
+TARGETS = torch.tensor([[0, 2], [3, 1], [2, 2]])
+FEW = {"rise": {"masks": 30}, "lime": {"samples": 30}, "intgrad": {"steps": 6}}
+NOT_OURS = [name for name in posthoc.METHODS if name != "ours"]
+
+
+@pytest.fixture
+def images():
+    return torch.rand(3, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture
+def conventional():
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 8, 3, padding=1),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
+    ).eval()  # fmt: skip
+
+
+@pytest.fixture
+def bcos():
+    torch.manual_seed(2)
+    model = tb.create_model("mini", num_classes=4, width=4, input_size=SIZE, b=2.0)
+    return tb.calibrate(model, torch.rand(8, 3, SIZE, SIZE)).eval()
+
+
+class FromEncoded(nn.Module):
+    """A B-cos model as captum can take it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model.from_encoded(x)
+
+
+def by_captum(attribution, x, **options):
+    """[N, K, H, W], one target at a time."""
+    maps = [attribution.attribute(x, target=t, **options).sum(1) for t in TARGETS.T]
+    return torch.stack(maps, 1).detach()
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+CAPTUM = {
+    "grad": (ca.Saliency, {"abs": False}),
+    "ixg": (ca.InputXGradient, {}),
+    "intgrad": (ca.IntegratedGradients, {"n_steps": 50}),
+    "deeplift": (ca.DeepLift, {}),
+    "guided_backprop": (ca.GuidedBackprop, {}),
+    "occlusion": (ca.Occlusion, {"sliding_window_shapes": (0, 4, 4), "strides": (1, 3, 3)}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:captum")
+@pytest.mark.parametrize("name", CAPTUM)
+@pytest.mark.parametrize("kind", ["conventional", "bcos", "normalised"])
+def test_a_method_equals_captums(name, kind, conventional, bcos, images):
+    wrapped, options = CAPTUM[name]
+    model, network, x = {
+        "conventional": (conventional, conventional, images),
+        "bcos": (bcos, FromEncoded(bcos), encode(images)),
+        "normalised": (
+            Normalised(conventional),
+            conventional,
+            torchvision.transforms.functional.normalize(
+                images, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+            ),
+        ),
+    }[kind]
+    ours = {"window": 4, "stride": 3} if name == "occlusion" else {}
+    if name == "occlusion":
+        options = {"sliding_window_shapes": (x.shape[1], 4, 4), "strides": (x.shape[1], 3, 3)}
+        expected = torch.stack(
+            [
+                ca.Occlusion(network).attribute(x, target=t, **options).mean(1)  # one for all
+                for t in TARGETS.T
+            ],
+            1,
+        )
+    else:
+        expected = by_captum(wrapped(network), x.clone().requires_grad_(), **options)
+    assert_same(posthoc.METHODS[name](model, images, TARGETS, **ours), expected)
+
+
+@pytest.mark.parametrize("kind", ["conventional", "bcos"])
+def test_gradcam_equals_captums_at_the_input_of_the_head(kind, conventional, bcos, images):
+    if kind == "conventional":  # what comes out of the last ReLU
+        cam = ca.LayerGradCam(conventional, conventional[4])
+        x, options = images, {}
+    else:  # what goes into the 1×1 classifier before the pool
+        layer = [m for _, m in bcos.bcos_layers()][-1]
+        cam = ca.LayerGradCam(FromEncoded(bcos), layer)
+        x, options = encode(images), {"attribute_to_layer_input": True}
+    maps = [cam.attribute(x, target=t, relu_attributions=True, **options) for t in TARGETS.T]
+    expected = [ca.LayerAttribution.interpolate(m, (SIZE, SIZE))[:, 0] for m in maps]
+    model = conventional if kind == "conventional" else bcos
+    assert_same(posthoc.gradcam(model, images, TARGETS), torch.stack(expected, 1).detach())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:captum")
+def test_guided_gradcam_equals_captums_and_a_layer_can_be_named(conventional, images):
+    for layer in ("1", "4"):
+        reference = ca.GuidedGradCam(conventional, conventional[int(layer)])
+        x = images.clone().requires_grad_()
+        expected = by_captum(reference, x)
+        assert_same(posthoc.guided_gradcam(conventional, images, TARGETS, layer=layer), expected)
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "densenet121", "squeezenet1_1"])
+def test_the_head_of_a_network_begins_after_its_last_features(arch):
+    expected = {
+        "resnet18": ("layer4.1.relu", 1),  # the second of two uses
+        "densenet121": ("features.norm5", 0),
+        "squeezenet1_1": ("classifier.1", 0),
+    }[arch]
+    network = torchvision.models.get_model(arch, num_classes=3).eval()
+    head = find_head(network, torch.rand(1, 3, 64, 64))
+    assert (head.layer, head.call) == expected
+    assert head.side == ("input" if arch == "squeezenet1_1" else "output")  # a 1×1 classifier
+
+
+def test_a_whole_block_can_be_named_for_gradcam(images):
+    network = torchvision.models.resnet18(num_classes=4).eval()
+    large = torch.rand(1, 3, 64, 64)
+    by_block = posthoc.gradcam(network, large, [1], layer="layer4")
+    assert_same(by_block, posthoc.gradcam(network, large, [1]))
+
+
+def test_deeplift_is_complete_where_activations_are_used_twice_and_in_place():
+    torch.manual_seed(0)
+    network = torchvision.models.resnet18(num_classes=3).eval().double()
+    x = torch.rand(2, 3, 32, 32, dtype=torch.float64)
+    maps = posthoc.deeplift(network, x, targets=[1])
+    with torch.no_grad():
+        difference = (network(x) - network(torch.zeros_like(x)))[:, 1]
+    torch.testing.assert_close(maps.sum((2, 3))[:, 0], difference)
+    assert not any(m._forward_hooks or m._backward_hooks for m in network.modules())
+    assert network.relu.inplace
+
+
+def test_on_a_bcos_network_integrated_gradients_is_input_times_gradient(bcos, images):
+    """f(a·x) = a·f(x), so the gradient is the same all along the line from zero."""
+    assert_same(
+        posthoc.integrated_gradients(bcos, images, TARGETS, steps=3),
+        posthoc.input_x_gradient(bcos, images, TARGETS),
+    )
+
+
+class Cubic(nn.Module):
+    def forward(self, x):
+        values = x.pow(3).sum((1, 2, 3))
+        return torch.stack([values, -2 * values], 1)
+
+
+def test_smoothgrad_averages_over_normal_noise_of_the_inputs_range():
+    """The mean of 3·(x + e)² is 3·(x² + σ²), with σ = 0.15 of the range."""
+    x = torch.linspace(0, 2, 64).view(1, 1, 8, 8)
+    maps = posthoc.smoothgrad(Cubic(), x, [0, 1], samples=1500)
+    expected = 3 * (x.square() + 0.3**2)
+    error = 3 * (4 * x.square() * 0.09 + 2 * 0.09**2).sqrt() / 1500**0.5
+    assert ((maps[:, 0] - expected[:, 0]).abs() < 5 * error[:, 0]).all()
+    torch.testing.assert_close(maps[:, 1], -2 * maps[:, 0])
+    assert torch.equal(maps, posthoc.smoothgrad(Cubic(), x, [0, 1], samples=1500))
+
+
+def test_rise_masks_are_enlarged_as_in_the_original():
+    """There each s×s grid is resized by skimage to s + 1 cells and cut at a random shift."""
+    size, cells = (30, 41), 4
+    masks = rise_masks(5, size, cells, 0.5, seed=3)
+    generator = torch.Generator().manual_seed(3)
+    grids = torch.rand(5, 1, cells, cells, generator=generator)[:, 0] < 0.5
+    steps = [8, 11]
+    shifts = [torch.randint(s, (5,), generator=generator) for s in steps]
+    for i in range(5):
+        full = resize(
+            grids[i].numpy().astype("float32"),
+            ((cells + 1) * 8, (cells + 1) * 11),
+            order=1,
+            mode="reflect",
+            anti_aliasing=False,
+        )
+        top, left = int(shifts[0][i]), int(shifts[1][i])
+        expected = full[top : top + 30, left : left + 41]
+        np.testing.assert_allclose(masks[i].numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["conventional", "bcos"])
+def test_rise_weights_every_mask_by_its_probability(kind, conventional, bcos, images):
+    model = conventional if kind == "conventional" else bcos
+    masks = rise_masks(23, (SIZE, SIZE))
+    maps = posthoc.rise(model, images, TARGETS, masks=23, chunk=5)
+    x = images if kind == "conventional" else encode(images)
+    for i in range(3):
+        expected = torch.zeros(2, SIZE, SIZE)
+        for mask in masks:
+            with torch.no_grad():
+                masked = (mask * x[i])[None]
+                if kind == "conventional":
+                    p = conventional(masked).softmax(1)[0]
+                else:
+                    p = bcos.from_encoded(masked).sigmoid()[0]
+            expected += p[TARGETS[i], None, None] * mask
+        assert_same(maps[i], expected / 23 / 0.1)
+
+
+@pytest.mark.parametrize("kind", ["conventional", "bcos"])
+def test_lime_is_what_the_package_computes(kind, conventional, bcos):
+    model = conventional if kind == "conventional" else bcos
+    torch.manual_seed(0)
+    image = torch.nn.functional.interpolate(torch.rand(1, 3, 6, 6), (48, 48))  # patches
+
+    def classify(pixels):
+        with torch.no_grad():
+            logits = model(torch.from_numpy(pixels).permute(0, 3, 1, 2).float())
+        return (logits.softmax(1) if kind == "conventional" else logits.sigmoid()).numpy()
+
+    explained = LimeImageExplainer(random_state=0).explain_instance(
+        image[0].permute(1, 2, 0).double().numpy(),
+        classify,
+        labels=(1, 3),
+        top_labels=None,
+        num_samples=60,
+        segmentation_fn=lambda p: quickshift(p, kernel_size=2, max_dist=200, ratio=0.2, rng=0),
+    )
+    maps = posthoc.lime(model, image, [1, 3], samples=60, kernel=2)
+    assert set(maps.unique().tolist()) == {0.0, 1.0}
+    for k, label in enumerate((1, 3)):
+        _, mask = explained.get_image_and_mask(label, positive_only=True, num_features=5)
+        np.testing.assert_array_equal(maps[0, k].numpy(), mask)
+
+
+@pytest.mark.parametrize("name", NOT_OURS)
+def test_a_map_does_not_depend_on_what_else_is_in_the_batch(name, conventional, images):
+    method = posthoc.METHODS[name]
+    options = FEW.get(name, {})
+    together = method(conventional, images, TARGETS, **options)
+    alone = [
+        method(conventional, images[i : i + 1], TARGETS[i : i + 1], **options) for i in (0, 1, 2)
+    ]
+    assert together.shape == (3, 2, SIZE, SIZE)
+    assert_same(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("name", posthoc.METHODS)
+def test_methods_leave_no_trace(name, bcos, images):
+    bcos.requires_grad_(True)
+    before = {k: v.clone() for k, v in bcos.state_dict().items()}
+    given = images.clone()
+    with torch.no_grad():
+        posthoc.METHODS[name](bcos, given, TARGETS, **FEW.get(name, {}))
+    assert torch.equal(given, images)
+    assert given.grad is None
+    assert all(p.grad is None and p.requires_grad for p in bcos.parameters())
+    assert all(torch.equal(v, before[k]) for k, v in bcos.state_dict().items())
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in bcos.modules()
+    )
+
+
+def test_targets_are_given_as_to_explain(bcos, images):
+    expected = posthoc.grad(bcos, images, TARGETS)
+    assert torch.equal(posthoc.grad(bcos, images, TARGETS.tolist()), expected)
+    assert torch.equal(posthoc.grad(bcos, images, TARGETS[:, 0]), expected[:, :1])
+    assert posthoc.grad(bcos, images).shape == (3, 1, SIZE, SIZE)
+    assert posthoc.grad(bcos, images, "all").shape == (3, 4, SIZE, SIZE)
+    with pytest.raises(ValueError, match="from 0 to 3"):
+        posthoc.grad(bcos, images, TARGETS + 2)
+    with pytest.raises(ValueError, match="from 0 to 3"):
+        posthoc.rise(bcos, images, torch.tensor([0, 1, -1]), masks=2)
+
+
+def test_ours_is_the_models_own_explanation(bcos, images, conventional):
+    expected = tb.explain(bcos, images, TARGETS).contributions
+    assert torch.equal(posthoc.METHODS["ours"](bcos, images, TARGETS), expected)
+    with pytest.raises(ValueError, match="'ixg'"):
+        posthoc.METHODS["ours"](conventional, images, TARGETS)
+
+
+def test_a_method_of_ones_own_takes_three_lines(bcos, images):
+    @posthoc.register("mine")
+    def mine(model, images, targets=None):
+        return images.mean(1, keepdim=True)
+
+    try:
+        names = [m.name for m in posthoc.choose_methods(["mine", "grad", "mine"], bcos)]
+        assert names == ["mine", "grad"]
+        assert torch.equal(posthoc.METHODS["mine"](bcos, images), images.mean(1, keepdim=True))
+        with pytest.raises(ValueError, match="taken"):
+            posthoc.register("mine")(mine)
+    finally:
+        del posthoc.METHODS["mine"]
+
+
+def test_maps_of_a_wrong_shape_are_refused(bcos, images):
+    method = posthoc.Method("flat", lambda m, x, t: torch.zeros(3, SIZE, SIZE), "Flat")
+    with pytest.raises(ValueError, match=r"'flat' gave maps of shape \(3, 12, 12\)"):
+        method(bcos, images)
+
+
+def test_all_methods_are_those_that_suit_the_model(bcos, conventional):
+    assert [m.name for m in posthoc.choose_methods(["all"], bcos)] == list(posthoc.METHODS)
+    assert [m.name for m in posthoc.choose_methods(["all"], conventional)] == NOT_OURS
+    with pytest.raises(ValueError, match=r"'lrp'.*gradcam"):
+        posthoc.choose_methods(["lrp"], bcos)
+    with pytest.raises(ValueError, match="at least one"):
+        posthoc.choose_methods([], bcos)
+
+
+def test_bad_settings_are_refused(conventional, images):
+    with pytest.raises(ValueError, match="`window`"):
+        posthoc.occlusion(conventional, images, TARGETS, window=99)
+    with pytest.raises(ValueError, match="`steps`"):
+        posthoc.integrated_gradients(conventional, images, TARGETS, steps=0)
+    with pytest.raises(ValueError, match="`layer`"):
+        posthoc.gradcam(conventional, images, TARGETS, layer="7")
+    with pytest.raises(ValueError, match="`images`"):
+        posthoc.grad(conventional, images[0], TARGETS)
