@@ -119,6 +119,8 @@ def play(
         raise ValueError(f"`batch` (={batch}) must be at least 1 grid.")
     console = console or Console(quiet=True)
     chosen = choose_methods(methods, model)
+    for method in chosen:
+        method.check(model)
     logits = _predict(model, images, batch * game.n**2)
     plan = plan_grids(
         logits, images.labels, grids=game.grids, n=game.n, preset=game.preset, seed=game.seed

@@ -32,11 +32,7 @@ class Method:
         self, model: nn.Module, images: Tensor, targets: Targets = None, **options: Any
     ) -> Tensor:
         """[N, K, H, W], detached, on the images' device."""
-        if self.inherent and not isinstance(unwrapped(model), BcosModel):
-            raise ValueError(
-                f"`model` (a {type(model).__name__}) must be a BcosModel for the method "
-                f"{self.name!r}: its equivalent for other networks is 'ixg'."
-            )
+        self.check(model)
         try:
             maps = self.compute(model, images, targets, **options).detach()
         except ModuleNotFoundError as error:
@@ -50,6 +46,13 @@ class Method:
                 f"the method {self.name!r} gave maps of shape {tuple(maps.shape)}, not {expected}."
             )
         return maps
+
+    def check(self, model: nn.Module) -> None:
+        if self.inherent and not isinstance(unwrapped(model), BcosModel):
+            raise ValueError(
+                f"`model` (a {type(model).__name__}) must be a BcosModel for the method "
+                f"{self.name!r}: its equivalent for other networks is 'ixg'."
+            )
 
 
 def register(

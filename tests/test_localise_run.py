@@ -1,0 +1,324 @@
+"""The game as it is played: on disk, again, with pictures, and from the command line."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from rich.console import Console
+from typer.testing import CliRunner
+
+import torchbcos as tb
+from torchbcos import baseline, cli, localise_page, localise_run, plots, posthoc, toy
+from torchbcos.data import Images, Split
+from torchbcos.localise import compose, score_cells
+from torchbcos.localise_run import Game, play
+from trained import CLASSES, some_shapes
+
+GAME = Game(grids=6, n=2)
+QUICK = ("ours", "ixg", "gradcam")
+
+
+@pytest.fixture(scope="module")
+def images():
+    pixels, labels, _ = some_shapes(120, seed=2)
+    return Images((pixels * 255).round().to(torch.uint8), labels)
+
+
+def test_localisation_rises_with_b(trained, images):
+    game = Game(grids=10, n=2)
+    means = {b: play(m, images, ["ours"], game).methods[0].summary.mean for b, m in trained.items()}
+    assert means[1.0] < 0.5
+    assert means[2.5] > 0.85
+
+
+def test_scores_are_those_of_maps_made_one_by_one(trained, images, monkeypatch):
+    model = trained[2.5]
+    unsmoothed = posthoc.Method("unsmoothed", posthoc.grad, "", perturbs=True)
+    monkeypatch.setitem(posthoc.METHODS, "unsmoothed", unsmoothed)
+    played = play(model, images, ["ixg", "unsmoothed"], GAME, batch=4)
+    pixels = images.pixels.float() / 255
+    for result, smooth in zip(played.methods, (3, 0), strict=True):
+        for g in (0, 5):
+            row = played.plan[g]
+            grid = compose(pixels[row], 2)
+            for k in range(4):
+                one = posthoc.METHODS[result.method](model, grid, [int(images.labels[row[k]])])
+                score = score_cells(one.expand(-1, 4, -1, -1), 2, smooth)[0, k]
+                assert result.scores[g, k] == pytest.approx(score.item(), rel=1e-3)
+    with torch.no_grad():
+        right = model(pixels).argmax(1) == images.labels
+    assert played.accuracy == pytest.approx(right.float().mean().item())
+    assert played.exponent == 2.5
+
+
+def test_what_is_scored_is_not_computed_again(trained, images, tmp_path, monkeypatch):
+    first = play(trained[2.5], images, QUICK, GAME, name="m", out=tmp_path)
+    document = json.loads((tmp_path / "ixg.json").read_text())
+    assert document["complete"]
+    assert np.array(document["scores"]).shape == (6, 4)
+    assert document["mean"] == pytest.approx(first.methods[1].scores.mean())
+    assert document["evidence"]["torch"] == torch.__version__
+    assert document["identity"]["game"]["preset"] == "paper"
+
+    def fail(*_, **__):
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(localise_run, "score_cells", fail)
+    again = play(trained[2.5], images, QUICK, GAME, name="m", out=tmp_path)
+    for a, b in zip(first.methods, again.methods, strict=True):
+        np.testing.assert_array_equal(a.scores, b.scores)
+        assert a.seconds == pytest.approx(b.seconds)
+    for change in ({"seed": 1}, {"smooth": 5}, {"setting": "difull"}):
+        game = Game(**{**vars(GAME), **change})
+        with pytest.raises(AssertionError, match="computed again"):
+            play(trained[2.5], images, QUICK, game, name="m", out=tmp_path)
+    with pytest.raises(AssertionError, match="computed again"):  # another network of this name
+        play(trained[1.0], images, QUICK, GAME, name="m", out=tmp_path)
+
+
+def test_an_interrupted_method_goes_on_where_it_was(trained, images, tmp_path, monkeypatch):
+    whole = play(trained[2.5], images, ["ixg"], GAME, batch=2)
+    monkeypatch.setattr(localise_run, "_SAVE_EVERY", 0.0)
+    calls = []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return score_cells(*args)
+
+    monkeypatch.setattr(localise_run, "score_cells", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        play(trained[2.5], images, ["ixg"], GAME, out=tmp_path, batch=2)
+    stored = json.loads((tmp_path / "ixg.json").read_text())
+    assert not stored["complete"]
+    assert len(stored["scores"]) == 4
+    resumed = play(trained[2.5], images, ["ixg"], GAME, out=tmp_path, batch=2)
+    assert len(calls) == 4
+    np.testing.assert_array_equal(resumed.methods[0].scores, whole.methods[0].scores)
+    (tmp_path / "ixg.json").write_text("{ cut sho")  # damage is no reason to stop
+    repaired = play(trained[2.5], images, ["ixg"], GAME, out=tmp_path, batch=2)
+    np.testing.assert_array_equal(repaired.methods[0].scores, whole.methods[0].scores)
+
+
+def test_disconnected_settings_are_played_on_cut_models(trained, images):
+    plain, full, part = (
+        play(trained[2.5], images, ["grad"], Game(grids=3, n=2, setting=s, smooth=0))
+        for s in ("grid", "difull", "dipart")
+    )
+    assert (full.methods[0].scores == 1).all()  # a gradient cannot leave a disconnected cell
+    assert plain.methods[0].summary.mean < part.methods[0].summary.mean < 1
+    with pytest.raises(ValueError, match="`setting`"):
+        Game(setting="other")
+
+
+def test_slow_methods_say_how_long_they_will_take(trained, images, monkeypatch):
+    clock = iter(range(0, 10_000, 60))
+    monkeypatch.setattr(localise_run.time, "perf_counter", lambda: float(next(clock)))
+    console = Console(record=True, width=100)
+    game = Game(grids=3, n=2)
+    monkeypatch.setitem(
+        posthoc.METHODS,
+        "slow",
+        posthoc.Method("slow", lambda m, x, t: torch.ones(1, 4, 64, 64), "Slow", perturbs=True),
+    )
+    play(trained[2.5], images, ["slow"], game, console=console)
+    assert "Slow: about 2 min left for 3 grids" in console.export_text()
+
+
+def test_the_report_is_complete(trained, images, tmp_path):
+    models = [trained[2.5], trained[1.0]]
+    played = [
+        play(m, images, QUICK, GAME, name=f"b{b}") for b, m in ((2.5, models[0]), (1, models[1]))
+    ]
+    page = localise_page.write_report(played, models, [images] * 2, CLASSES, GAME, tmp_path)
+    text = page.read_text()
+    assert text.count("Most successful of b2.5") == 3
+    assert text.count("Least successful of b1") == 3
+    assert "http" not in text.replace("http-equiv", "")
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "scores.json", "localisation.png", "b.png", "methods.png", "page.html",
+    }  # fmt: skip
+    numbers = json.loads((tmp_path / "scores.json").read_text())
+    assert [m["b"] for m in numbers["models"]] == [2.5, 1.0]
+    assert set(numbers["models"][0]["methods"]) == set(QUICK)
+
+
+def test_ours_is_refused_for_a_conventional_network_before_any_work(images):
+    conventional = torchvision.models.squeezenet1_1(num_classes=4).eval()
+    with pytest.raises(ValueError, match="'ixg'"):
+        play(conventional, images, ["ours"], GAME)
+
+
+def test_box_plots_show_quartiles_and_means():
+    scores = np.linspace(0, 1, 101)[:, None]
+    fig = plots.score_boxes({"one": {"Ours": scores, "IxG": scores / 2}}, chance=0.25)
+    axis = fig.axes[0]
+    assert [t.get_text() for t in axis.get_xticklabels()] == ["Ours", "IxG"]
+    box = axis.patches[1].get_path().vertices[:, 1]
+    assert (box.min(), box.max()) == pytest.approx((0.125, 0.375))
+    with pytest.raises(ValueError, match="at least one"):
+        plots.score_boxes({})
+
+
+def test_accuracies_stand_above_their_b():
+    points = [(2.0, 0.93, np.full((3, 4), 0.9)), (1.0, 0.94, np.full((3, 4), 0.4))]
+    fig = plots.accuracy_and_localisation(points)
+    left, right = fig.axes
+    assert [t.get_text() for t in left.get_xticklabels()] == ["1", "2"]
+    assert right.lines[0].get_ydata().tolist() == pytest.approx([94, 93])
+    with pytest.raises(ValueError, match="at least one"):
+        plots.accuracy_and_localisation([])
+
+
+# Baselines and commands
+
+
+def test_a_baseline_is_a_torchvision_network_with_a_state_dict(tmp_path):
+    network = torchvision.models.squeezenet1_1(num_classes=4).eval()
+    torch.save(network.state_dict(), tmp_path / "s.pth")
+    model = baseline.load_baseline(f"squeezenet1_1={tmp_path / 's.pth'}")
+    images = torch.rand(2, 3, 48, 48)
+    normalised = torchvision.transforms.functional.normalize(
+        images, baseline.MEAN, baseline.DEVIATION
+    )
+    torch.testing.assert_close(model(images), network(normalised))
+    for name, words in {
+        "no_such_net=x.pth": "no torchvision network",
+        "squeezenet1_1=nowhere.pth": "does not exist",
+        f"resnet18={tmp_path / 's.pth'}": "no state dict of resnet18",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            baseline.load_baseline(name)
+
+
+@pytest.fixture
+def files(trained, images, tmp_path, monkeypatch):
+    """Two checkpoints, and the data as the command finds them."""
+    for b, model in trained.items():
+        tb.save(model, tmp_path / f"b{b:g}.safetensors")
+    split = Split(images, images, CLASSES)
+    monkeypatch.setattr("torchbcos.data.open_data", lambda *_: split)
+    return tmp_path
+
+
+def test_the_command_writes_scores_plots_and_page(files):
+    command = [
+        "localise", "--model", f"{files}/b2.5.safetensors", "--baseline", f"{files}/b1.safetensors",
+        "--data", "four", "--methods", "ours,ixg", "--grids", "4", "--n", "2",
+        "--out", f"{files}/out", "--json",
+    ]  # fmt: skip
+    result = CliRunner().invoke(cli.app, command, catch_exceptions=False)
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert [m["model"] for m in found] == ["b2.5", "b1"]
+    assert found[0]["methods"]["ours"]["mean"] > found[1]["methods"]["ours"]["mean"]
+    names = {str(p.relative_to(files / "out")) for p in (files / "out").rglob("*.*")}
+    assert {"page.html", "b.png", "scores/b1/ours.json", "scores/b2.5/ixg.json"} <= names
+
+
+def test_the_command_prints_a_table_and_takes_conventional_baselines(files, monkeypatch):
+    class Conventional(torch.nn.Module):  # to the methods: they see no B-cos model
+        def __init__(self):
+            super().__init__()
+            self.network = tb.load(files / "b2.5.safetensors")
+
+        def forward(self, images):
+            return self.network(images)
+
+    loaded = []
+
+    def load_baseline(name, device):
+        loaded.append(name)
+        return Conventional().eval()
+
+    monkeypatch.setattr(baseline, "load_baseline", load_baseline)
+    command = [
+        "localise", "--model", f"{files}/b2.5.safetensors", "--data", "four", "--grids", "3",
+        "--n", "2", "--methods", "ours,gradcam", "--out", f"{files}/out",
+        "--baseline", "torchvision/resnet18=weights.pth",
+    ]  # fmt: skip
+    result = CliRunner().invoke(cli.app, command, catch_exceptions=False)
+    assert loaded == ["resnet18=weights.pth"]
+    assert result.stdout.count("GradCAM") == 2
+    assert result.stdout.count("Ours") == 1
+    assert "page.html" in result.stdout.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--methods", "lrp"], "'lrp'"),
+        (["--preset", "mine"], "`preset`"),
+        (["--setting", "mine"], "`setting`"),
+        (["--grids", "9999"], "enough for"),
+        (["--baseline", "torchvision/nothing"], "no torchvision network"),
+        (["--smooth", "4"], "odd"),
+    ],
+)
+def test_mistakes_are_one_sentence(files, arguments, words):
+    command = ["localise", "--model", f"{files}/b2.5.safetensors", "--data", "four", "--n", "2"]
+    quick = ["--methods", "ixg", "--grids", "2", "--out", f"{files}/out"]
+    with pytest.raises(ValueError, match=words):
+        CliRunner().invoke(cli.app, [*command, *quick, *arguments], catch_exceptions=False)
+
+
+def test_data_of_other_classes_is_refused(files, monkeypatch):
+    split = Split(None, None, ("a", "b"))
+    monkeypatch.setattr("torchbcos.data.open_data", lambda *_: split)
+    with pytest.raises(ValueError, match="has not the classes"):
+        CliRunner().invoke(
+            cli.app,
+            ["localise", "--model", f"{files}/b2.5.safetensors", "--data", "four"],
+            catch_exceptions=False,
+        )
+
+
+# The toy problem
+
+
+def test_the_toy_losses_are_the_papers_formula():
+    """BCE of ‖x‖·|cos|^B·sgn(cos), computed with angles."""
+    solved = toy.solve((1.0, 3.0), count=7, steps=36, seed=4)
+    for p, problem in enumerate(solved.problems):
+        for row, b in enumerate((1.0, 3.0)):
+            for a in (0, 11, 29):
+                x, y = problem.points.numpy().T
+                between = np.arctan2(y, x) - np.deg2rad(float(solved.angles[a]))
+                out = np.hypot(x, y) * np.abs(np.cos(between)) ** b * np.sign(np.cos(between))
+                label = problem.labels.numpy()
+                loss = np.log1p(np.exp(-out)) * label + np.log1p(np.exp(out)) * (1 - label)
+                assert solved.losses[p, row, a].item() == pytest.approx(loss.mean())
+
+
+def test_with_growing_b_both_problems_have_the_weights_that_point_at_red():
+    solved = toy.solve()
+    left, right = solved.best
+    assert abs(left[0] - right[0]) > 90  # a linear unit turns away from blue
+    assert abs(left[-1] - right[-1]) < 2
+    assert abs(left[-1] - toy.RED_ANGLE) < 3
+    spread = (left - right).abs()
+    assert (spread[1:] <= spread[:-1]).all()
+
+
+def test_the_two_problems_share_their_red_cluster():
+    one, two = toy.problems(count=20, seed=3)
+    assert torch.equal(one.points[one.labels == 1], two.points[two.labels == 1])
+    assert not torch.equal(one.points[one.labels == 0], two.points[two.labels == 0])
+
+
+def test_the_toy_command_writes_data_numbers_and_plot(tmp_path):
+    result = CliRunner().invoke(
+        cli.app,
+        ["toy", "--out", str(tmp_path), "--b", "1,2", "--points", "5", "--json"],
+        catch_exceptions=False,
+    )
+    assert json.loads(result.stdout)["exponents"] == [1.0, 2.0]
+    written = json.loads((tmp_path / "toy.json").read_text())
+    assert len(written["data"]["blue on the left"]["points"]) == 10
+    assert np.array(written["losses"]["blue on the right"]).shape == (2, 3600)
+    assert (tmp_path / "toy.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="`--b`"):
+        CliRunner().invoke(cli.app, ["toy", "--b", "x"], catch_exceptions=False)
