@@ -5,6 +5,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 import torchbcos as tb
+import torchbcos.toy
 from torchbcos.images import read_image
 
 ROOT = Path(__file__).parent.parent
@@ -34,5 +35,11 @@ def cat() -> None:
     figure.savefig(ROOT / "docs" / "pictures" / "cat.png", dpi=100)
 
 
+def toy() -> None:
+    figure = tb.toy.figure(tb.toy.solve((1.0, 2.0, 10.0)))
+    figure.savefig(ROOT / "docs" / "pictures" / "toy.png", dpi=80)
+
+
 if __name__ == "__main__":
     cat()
+    toy()

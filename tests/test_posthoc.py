@@ -270,7 +270,7 @@ def test_methods_leave_no_trace(name, bcos, images):
     bcos.requires_grad_(True)
     before = {k: v.clone() for k, v in bcos.state_dict().items()}
     given = images.clone()
-    with torch.no_grad():
+    with torch.inference_mode():
         posthoc.METHODS[name](bcos, given, TARGETS, **FEW.get(name, {}))
     assert torch.equal(given, images)
     assert given.grad is None
@@ -328,6 +328,30 @@ def test_all_methods_are_those_that_suit_the_model(bcos, conventional):
         posthoc.choose_methods(["lrp"], bcos)
     with pytest.raises(ValueError, match="at least one"):
         posthoc.choose_methods([], bcos)
+
+
+def test_a_missing_package_is_named_with_the_way_to_install_it(bcos, images):
+    def needs(model, images, targets):
+        import a_package_that_is_not_there  # noqa: F401
+
+    method = posthoc.Method("needy", needs, "Needy")
+    with pytest.raises(ValueError, match=r"a_package_that_is_not_there.*torchbcos\[eval\]"):
+        method(bcos, images)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "name", [n for n in posthoc.METHODS if n != "smoothgrad"]
+)  # its noise is the device's
+def test_maps_on_a_gpu_are_those_of_the_cpu(name, bcos, images):
+    expected = posthoc.METHODS[name](bcos, images, TARGETS, **FEW.get(name, {}))
+    model, there = bcos.to("cuda"), images.to("cuda")
+    for targets in (TARGETS, TARGETS.to("cuda")):
+        found = posthoc.METHODS[name](model, there, targets, **FEW.get(name, {}))
+        assert found.is_cuda
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-2, atol=1e-2 * scale)  # TF32
 
 
 def test_bad_settings_are_refused(conventional, images):

@@ -139,7 +139,8 @@ def guided_gradcam(
 
 def _gradients(subject: Subject, x: Tensor) -> Tensor:
     """[N, K, C, H, W] of the targets' logits at `x`, from one forward pass."""
-    x = x.detach().requires_grad_()
+    with torch.inference_mode(False):
+        x = x.detach().clone().requires_grad_()
     return _derivatives(subject, x, x)
 
 

@@ -46,6 +46,7 @@ class Subject:
     extremes: tuple[int, ...] = ()  # the lowest and highest of targets not yet checked
 
     @classmethod
+    @torch.inference_mode(False)
     @torch.no_grad()
     def of(cls, model: nn.Module, images: Tensor, targets: Targets) -> Subject:
         model = unwrapped(model)
