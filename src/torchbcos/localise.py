@@ -64,10 +64,10 @@ def plan_grids(
     if len(found) < grids:
         counts = [len(q) for q in queues.values()]
         raise ValueError(
-            f"`grids` (={grids}) of {n}×{n} need {grids * n * n} images of which the model is sure "
-            f"and right, of {n * n} classes at a time; there are {sum(counts)} in "
-            f"{sum(map(bool, counts))} classes, enough for {len(found)}: ask for at most that many"
-            f"{', or for a smaller `n`' if n > 2 else ''}."
+            f"`grids` (={grids}) of {n}×{n} need {grids * n * n} images that the model gets right"
+            f"{' and is sure of' if preset == 'released' else ''}, of {n * n} classes at a time; "
+            f"there are {sum(counts)} in {sum(map(bool, counts))} classes, enough for {len(found)}: "
+            f"ask for at most that many{', or for a smaller `n`' if n > 2 else ''}."
         )
     plan = torch.tensor(found)
     if preset == "released":
@@ -75,9 +75,13 @@ def plan_grids(
     return plan
 
 
-def _check_plan(logits: Tensor, labels: Tensor, grids: int, n: int, preset: str) -> None:
+def check_preset(preset: str) -> None:
     if preset not in PRESETS:
         raise ValueError(f"`preset` (={preset!r}) must be 'paper' or 'released'.")
+
+
+def _check_plan(logits: Tensor, labels: Tensor, grids: int, n: int, preset: str) -> None:
+    check_preset(preset)
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"`logits` (shape {tuple(logits.shape)}) and `labels` (shape {tuple(labels.shape)}) "
@@ -166,6 +170,11 @@ def default_kernel(cell: int) -> int:
     return max(3, 2 * round((15 * cell / 224 - 1) / 2) + 1)
 
 
+def check_kernel(smooth: int) -> None:
+    if smooth < 0 or (smooth and smooth % 2 == 0):
+        raise ValueError(f"`smooth` (={smooth}) must be an odd number of pixels, or 0 for none.")
+
+
 def score_cells(attributions: Tensor, n: int, smooth: int = 0) -> Tensor:
     """[G, n·n, H, W], a map for each cell's class → [G, n·n], the share in its own cell.
 
@@ -185,8 +194,7 @@ def score_cells(attributions: Tensor, n: int, smooth: int = 0) -> Tensor:
     height, width = attributions.shape[-2:]
     if height % n or width % n:
         raise ValueError(f"`attributions` ({height}×{width} px) must be {n}×{n} equal cells.")
-    if smooth and (smooth < 0 or smooth % 2 == 0):
-        raise ValueError(f"`smooth` (={smooth}) must be an odd number of pixels, or 0 for none.")
+    check_kernel(smooth)
     maps = attributions.detach().float()
     if smooth:
         maps = F.avg_pool2d(maps, smooth, stride=1, padding=smooth // 2)

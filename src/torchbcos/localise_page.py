@@ -80,7 +80,11 @@ def qualitative_figure(
     """
     from matplotlib.figure import Figure
 
-    first = played.plan.flatten()[:count]  # the most confident of the first grid's classes
+    known = images.labels.cpu()
+    by_class: dict[int, int] = {}  # in the order of the plan: each class's most confident image
+    for index in played.plan.flatten().tolist():
+        by_class.setdefault(int(known[index]), index)
+    first = torch.tensor(list(by_class.values())[:count])
     pixels, labels = images.batch(first)
     fig = Figure(figsize=(1.35 * (len(methods) + 1), 1.35 * len(first) + 0.4), layout="constrained")
     axes = fig.subplots(len(first), len(methods) + 1, squeeze=False)

@@ -24,6 +24,8 @@ from torchbcos.disconnected import cell_targets, difull, dipart
 from torchbcos.explain import logits_of, network_input, unwrapped
 from torchbcos.localise import (
     Summary,
+    check_kernel,
+    check_preset,
     compose,
     default_kernel,
     plan_grids,
@@ -53,6 +55,8 @@ class Game:
     def __post_init__(self) -> None:
         if self.setting not in SETTINGS:
             raise ValueError(f"`setting` (={self.setting!r}) must be of: {', '.join(SETTINGS)}.")
+        check_preset(self.preset)
+        check_kernel(self.smooth or 0)
 
     def kernel(self, method: Method, cell: int) -> int:
         """What maps are smoothed with: those of perturbation methods never are."""
@@ -126,6 +130,7 @@ def play(
         logits, images.labels, grids=game.grids, n=game.n, preset=game.preset, seed=game.seed
     )
     identity = {
+        "torchbcos": __version__,
         "model": name,
         "weights": _weights_digest(model),
         "data": data,

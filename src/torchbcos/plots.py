@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["accuracy_and_localisation", "score_boxes"]
 
+BESIDE = 16  # boxes in one row of panels
 OURS, OTHER, INK = "#d62728", "#8fa3bf", "#1d2330"
 
 
@@ -32,14 +33,20 @@ def score_boxes(
     if not panels or not all(panels.values()):
         raise ValueError("`panels` (={}) must hold the scores of at least one model and method.")
     widths = [max(len(methods), 3) for methods in panels.values()]
-    fig = Figure(figsize=(1.2 + 0.62 * sum(widths), 3.6), layout="constrained")
-    axes = fig.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)[0]
+    beside = sum(widths) <= BESIDE
+    across, down = (sum(widths), 1) if beside else (max(widths), len(panels))
+    fig = Figure(figsize=(1.2 + 0.62 * across, 3.6 * down), layout="constrained")
+    if beside:
+        axes = fig.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)[0]
+    else:
+        axes = fig.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axis, (title, methods) in zip(axes, panels.items(), strict=True):
         _boxes(axis, list(methods.values()), [label.startswith(highlight) for label in methods])
         axis.set_xticks(range(len(methods)), list(methods), rotation=40, ha="right")
         axis.set_title(title, fontsize=10)
         _finish(axis, chance)
-    axes[0].set_ylabel("localisation")
+    for axis in axes[:1] if beside else axes:
+        axis.set_ylabel("localisation")
     return fig
 
 

@@ -25,17 +25,20 @@ def lime(
     images: Tensor,
     targets: Targets = None,
     samples: int = SAMPLES,
-    kernel: int = KERNEL,
+    kernel: int | None = None,
     features: int = FEATURES,
     seed: int = 0,
     chunk: int = CHUNK,
 ) -> Tensor:
     """1 on the `features` superpixels that speak most for the target, else 0.
 
-    Superpixels are quickshift's; one that is switched off has its mean colour.
+    Superpixels are quickshift's; one that is switched off has its mean colour. The kernel is 4, as
+    in the paper, and smaller for images below 224 pixels, of which it would leave only one piece.
     """
     from skimage.segmentation import quickshift
 
+    if kernel is None:
+        kernel = max(1, round(KERNEL * min(1, min(images.shape[-2:]) / 224)))
     subject = Subject.of(model, images, targets)
     maps = torch.zeros(*subject.targets.shape, *images.shape[-2:], device=images.device)
     for i, image in enumerate(images):
