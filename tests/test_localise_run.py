@@ -51,6 +51,11 @@ def test_scores_are_those_of_maps_made_one_by_one(trained, images, monkeypatch):
         right = model(pixels).argmax(1) == images.labels
     assert played.accuracy == pytest.approx(right.float().mean().item())
     assert played.exponent == 2.5
+    model.train()  # dropout and norms would spoil the scores, so `play` does not let them
+    again = play(model, images, ["ixg"], GAME, batch=4)
+    assert model.training
+    model.eval()
+    np.testing.assert_array_equal(again.methods[0].scores, played.methods[0].scores)
 
 
 def test_what_is_scored_is_not_computed_again(trained, images, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from torchbcos.baseline import Normalised
 from torchbcos.explain import logits_of, unwrapped
 from torchbcos.localise import split_cells
 from torchbcos.models import BcosModel
+from torchbcos.posthoc.activations import separated
 from torchbcos.posthoc.head import Head, find_head
 from torchbcos.posthoc.subject import input_of, network_of
 
@@ -23,7 +24,7 @@ __all__ = ["cell_targets", "difull", "dipart"]
 
 def difull(model: nn.Module, n: int) -> nn.Module:
     """The model for grids of n×n, [N, C, n·H, n·W] → [N, n·n·K], each cell by itself."""
-    return _cut(model, _Cells(network_of(model), n))
+    return _cut(model, _Cells(_separated_network(model), n))
 
 
 def dipart(model: nn.Module, n: int, images: Tensor, layer: str | None = None) -> nn.Module:
@@ -32,7 +33,7 @@ def dipart(model: nn.Module, n: int, images: Tensor, layer: str | None = None) -
     `layer` is the last of the features; by default it is found as for GradCAM.
     """
     model = unwrapped(model)
-    network = network_of(model)
+    network = _separated_network(model)
     head = find_head(network, input_of(model, images[:1]), layer)
     return _cut(model, _CellFeatures(network, n, head))
 
@@ -41,6 +42,12 @@ def cell_targets(classes: Tensor, count: int) -> Tensor:
     """The outputs [G, n·n] of such a model for the classes [G, n·n] of the cells, of `count`."""
     cells = torch.arange(classes.shape[1], device=classes.device)
     return classes + count * cells
+
+
+def _separated_network(model: nn.Module) -> nn.Module:
+    """The network as captum's methods need it: they cannot trace it through the cuts."""
+    network = network_of(model)
+    return network if isinstance(unwrapped(model), BcosModel) else separated(network)
 
 
 class _Cells(nn.Module):

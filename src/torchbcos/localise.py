@@ -59,15 +59,17 @@ def plan_grids(
     queues = {
         c: _most_confident_first(confidence, usable & (labels == c)) for c in range(logits.shape[1])
     }
-    build = _released if preset == "released" else _fair
-    found = build(queues, labels.tolist(), grids, n * n, seed)
+    if preset == "released":
+        found = _released(queues, labels.tolist(), grids, n * n, seed)
+    else:
+        found = _fair(queues, grids, n * n, seed)
     if len(found) < grids:
         counts = [len(q) for q in queues.values()]
         raise ValueError(
             f"`grids` (={grids}) of {n}×{n} need {grids * n * n} images that the model gets right"
             f"{' and is sure of' if preset == 'released' else ''}, of {n * n} classes at a time; "
-            f"there are {sum(counts)} in {sum(map(bool, counts))} classes, enough for {len(found)}: "
-            f"ask for at most that many{', or for a smaller `n`' if n > 2 else ''}."
+            f"there are {sum(counts)} in {sum(map(bool, counts))} classes, enough for "
+            f"{len(found)}: ask for at most that many{', or for a smaller `n`' if n > 2 else ''}."
         )
     plan = torch.tensor(found)
     if preset == "released":
@@ -105,9 +107,7 @@ def _most_confident_first(confidence: Tensor, chosen: Tensor) -> list[int]:
     return indices[order].tolist()
 
 
-def _fair(
-    queues: dict[int, list[int]], labels: Sequence[int], grids: int, cells: int, seed: int
-) -> list[list[int]]:
+def _fair(queues: dict[int, list[int]], grids: int, cells: int, seed: int) -> list[list[int]]:
     generator = np.random.default_rng(seed)
     left = {c: list(reversed(q)) for c, q in queues.items()}
     found: list[list[int]] = []

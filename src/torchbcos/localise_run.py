@@ -116,7 +116,8 @@ def play(
     """Score every method on the grids that `game` plans for this model.
 
     With `out` each method's scores are written to `out/METHOD.json` as they come, and what is there
-    already from the same game is not computed again. Images and model must be on one device.
+    already from the same game is not computed again. Images and model must be on one device; the
+    model is in evaluation mode meanwhile.
     """
     game = game or Game()
     if batch < 1:
@@ -125,6 +126,25 @@ def play(
     chosen = choose_methods(methods, model)
     for method in chosen:
         method.check(model)
+    training = model.training
+    model.eval()
+    try:
+        return _play(model, images, chosen, game, name, data, out, batch, console)
+    finally:
+        model.train(training)
+
+
+def _play(
+    model: nn.Module,
+    images: Images,
+    methods: Sequence[Method],
+    game: Game,
+    name: str,
+    data: str,
+    out: Path | None,
+    batch: int,
+    console: Console,
+) -> Played:
     logits = _predict(model, images, batch * game.n**2)
     plan = plan_grids(
         logits, images.labels, grids=game.grids, n=game.n, preset=game.preset, seed=game.seed
@@ -142,7 +162,7 @@ def play(
         _score_method(
             m, subject, images, plan, game, logits.shape[1], identity, out, batch, console
         )
-        for m in chosen
+        for m in methods
     ]
     accuracy = (logits.argmax(1) == images.labels).double().mean().item()
     return Played(name, accuracy, _exponent(model), plan, tuple(results))

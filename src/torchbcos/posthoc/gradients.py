@@ -6,16 +6,17 @@ the tests hold the other methods against it.
 
 from __future__ import annotations
 
-import copy
 import warnings
-import weakref
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from torchbcos.explain import explain
+from torchbcos.explain import explain, unwrapped
+from torchbcos.models import BcosModel
+from torchbcos.posthoc.activations import RESCALED, separated
 from torchbcos.posthoc.head import find_head
 from torchbcos.posthoc.registry import register
 from torchbcos.posthoc.subject import Subject, network_of
@@ -111,7 +112,7 @@ def deeplift(model: nn.Module, images: Tensor, targets: Targets = None) -> Tenso
     It has rules for activations and max pools. A B-cos network has neither, and there the method
     is input × gradient.
     """
-    if not _uses(model, _RESCALED):
+    if not _uses(model, RESCALED):
         return input_x_gradient(model, images, targets)
     from captum.attr import DeepLift
 
@@ -167,23 +168,21 @@ def _cam(subject: Subject, layer: str | None) -> Tensor:
     return (weights * features[-1].detach()[:, None]).sum(2).relu()
 
 
-#: Modules that captum's DeepLIFT has rules for.
-_RESCALED = (
-    nn.ReLU, nn.ELU, nn.LeakyReLU, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.MaxPool1d, nn.MaxPool2d,
-    nn.MaxPool3d, nn.Softmax,
-)  # fmt: skip
-
-
 def _uses(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    return any(isinstance(m, kinds) for m in _apart(network_of(model)).modules())
+    network = network_of(model)
+    if any(isinstance(m, kinds) for m in network.modules()):
+        return True
+    if isinstance(unwrapped(model), BcosModel):
+        return False
+    return any(isinstance(m, kinds) for m in separated(network).modules())  # called as functions
 
 
 def _by_captum(
     attribution: Callable[[nn.Module], object], model: nn.Module, images: Tensor, targets: Targets
 ) -> Tensor:
     subject = Subject.of(model, images, targets)
-    computed = attribution(_apart(network_of(model)))
-    temperature = getattr(subject.model, "temperature", 1.0)
+    computed = attribution(separated(network_of(model)))
+    temperature = subject.model.temperature if isinstance(subject.model, BcosModel) else 1.0
     with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
         warnings.filterwarnings("ignore", message="Setting (forward, backward|backward) hooks")
         warnings.filterwarnings("ignore", message="Input Tensor")
@@ -195,53 +194,8 @@ def _by_captum(
     return torch.stack(maps, 1) / temperature
 
 
-# captum hangs rules on modules, so each use of an activation must be a module of its own. The
-# parameters stay those of the model.
-_apart_of: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
-
-
-def _apart(model: nn.Module) -> nn.Module:
-    """The same network with a module for each use of a ReLU, none of them in place."""
-    if model not in _apart_of:
-        try:
-            _apart_of[model] = _separated(model)
-        except Exception:  # tracing fails in as many ways as there are networks
-            clone = copy.deepcopy(model)  # not kept: its weights are not the model's
-            for module in clone.modules():
-                if getattr(module, "inplace", False):
-                    module.inplace = False  # type: ignore[assignment]
-            return clone
-    return _apart_of[model]
-
-
-_RELUS = (F.relu, F.relu_, torch.relu, torch.relu_)
-
-
-def _separated(model: nn.Module) -> nn.Module:
-    traced = fx.symbolic_trace(model)
-    modules = dict(traced.named_modules())
-    for i, node in enumerate(list(traced.graph.nodes)):
-        module = modules.get(str(node.target)) if node.op == "call_module" else None
-        if node.target in (*_RELUS, "relu", "relu_") and node.op.startswith("call_"):
-            module = modules.get(str(node.target)) or nn.ReLU()
-        if isinstance(module, _RESCALED):
-            own = copy.deepcopy(module)
-            if hasattr(own, "inplace"):
-                own.inplace = False
-            name = f"apart_{i}"
-            traced.add_submodule(name, own)
-            with traced.graph.inserting_after(node):
-                fresh = traced.graph.call_module(name, (node.args[0],))
-            node.replace_all_uses_with(fresh)
-            traced.graph.erase_node(node)
-    traced.recompile()
-    return traced
-
-
 def _gauss_legendre(steps: int) -> tuple[list[float], list[float]]:
     if steps < 1:
         raise ValueError(f"`steps` (={steps}) must be at least 1.")
-    import numpy as np
-
     nodes, weights = np.polynomial.legendre.leggauss(steps)
     return [float(v) for v in (nodes + 1) / 2], [float(w) for w in weights / 2]
