@@ -76,7 +76,10 @@ class BcosModel(nn.Module):
 
     def from_encoded(self, encoded: Tensor) -> Tensor | tuple[Tensor, ...]:
         """`forward` for images that went through `encoding.encode` already."""
-        outputs = self.network(encoded)
+        return self.from_outputs(self.network(encoded))
+
+    def from_outputs(self, outputs: Any) -> Tensor | tuple[Tensor, ...]:
+        """Logits from what `network` gave."""
         if isinstance(outputs, Tensor):
             return self._logits(outputs)
         logits = tuple(self._logits(o) for o in outputs if o is not None)

@@ -1,13 +1,18 @@
-"""Run a network up to one of its submodules and hand over what comes out there."""
+"""Run a network up to one of its submodules, or through it, and hand over what comes out there."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-__all__ = ["layer_names", "tap"]
+__all__ = ["Look", "layer_names", "tap", "watch"]
+
+#: Given a layer's output; what it returns, if anything, goes on in its place.
+Look = Callable[[Tensor], Tensor | None]
 
 
 def tap(network: nn.Module, layer: str, x: Tensor) -> Tensor:
@@ -25,6 +30,23 @@ def tap(network: nn.Module, layer: str, x: Tensor) -> Tensor:
     if node is None:
         raise _unknown(network, layer)
     return _UpTo(network, node).run(x)  # type: ignore[no-any-return]
+
+
+def watch(network: nn.Module, x: Tensor, looks: Mapping[str, Look]) -> Any:
+    """The output of `network` for `x`; those of the layers named in `looks` are shown on the way.
+
+    Names are those of `tap`; of a layer that is used several times the first use is shown.
+    """
+    looks = {name.removeprefix("network."): look for name, look in looks.items()}
+    if not isinstance(network, fx.GraphModule):
+        return _watch_modules(network, x, looks)
+    nodes: dict[fx.Node, list[Look]] = {}
+    for name, look in looks.items():
+        node = _node_of(network, name) if name else None
+        if node is None:
+            raise _unknown(network, name)
+        nodes.setdefault(node, []).append(look)
+    return _Watched(network, nodes).run(x)
 
 
 def layer_names(network: nn.Module) -> list[str]:
@@ -70,6 +92,19 @@ class _UpTo(fx.Interpreter):
         raise AssertionError("the node is in the graph")
 
 
+class _Watched(fx.Interpreter):
+    def __init__(self, network: fx.GraphModule, looks: Mapping[fx.Node, list[Look]]) -> None:
+        super().__init__(network)
+        self._looks = looks
+
+    def run_node(self, n: fx.Node) -> Any:
+        out = super().run_node(n)
+        for look in self._looks.get(n, ()):
+            changed = look(out)
+            out = out if changed is None else changed
+        return out
+
+
 class _Reached(Exception):  # noqa: N818 (no error: it carries the result out)
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -94,6 +129,30 @@ def _tap_module(network: nn.Module, layer: str, x: Tensor) -> Tensor:
     finally:
         hook.remove()
     raise ValueError(f"`layer` (={layer!r}) is never reached by the network.")
+
+
+def _watch_modules(network: nn.Module, x: Tensor, looks: Mapping[str, Look]) -> Any:
+    thread, unseen = threading.get_ident(), dict(looks)
+
+    def show(name: str, out: Tensor) -> Tensor | None:
+        if threading.get_ident() != thread or name not in unseen:
+            return None
+        return unseen.pop(name)(out)
+
+    with ExitStack() as hooks:
+        for name in looks:
+            try:
+                module = network.get_submodule(name) if name else None
+            except AttributeError:
+                module = None
+            if module is None:
+                raise _unknown(network, name)
+            hook = module.register_forward_hook(lambda _, __, out, name=name: show(name, out))
+            hooks.callback(hook.remove)
+        out = network._call_impl(x)
+    if unseen:
+        raise ValueError(f"`layer` (={next(iter(unseen))!r}) is never reached by the network.")
+    return out
 
 
 def _unknown(network: nn.Module, layer: str) -> ValueError:

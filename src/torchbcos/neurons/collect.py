@@ -1,0 +1,270 @@
+"""One forward pass over a data set that keeps, for every unit, what it responds to most.
+
+The state has one size, whatever the number of images: for U units and their k best images
+U · (12·k + 40) bytes in float32, beside which a batch of B images needs a few numbers for each
+image and unit (`memory_bound` says how many bytes in all). It stays on the model's device, and
+nothing waits for the device between batches.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from torchbcos.encoding import check_images, check_values, encode
+from torchbcos.interrupt import told_to_end
+from torchbcos.models import BcosModel
+from torchbcos.neurons.table import Layer, Neurons, NeuronsError, units_are_last, write
+from torchbcos.neurons.tally import Saved, Seen, Tally
+from torchbcos.tap import layer_names, watch
+
+__all__ = ["ImageSet", "collect", "fingerprint", "memory_bound"]
+
+
+class ImageSet(Protocol):
+    """What `data.Images` is, or anything else with images by number."""
+
+    @property
+    def labels(self) -> Tensor: ...  # [N]
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]: ...  # images in 0..1, and labels
+
+
+def collect(
+    model: BcosModel,
+    images: ImageSet,
+    out: Path | str,
+    *,
+    layers: Sequence[str] | None = None,
+    top: int = 50,
+    batch: int = 64,
+    active_above: float = 0.0,
+    classes: Sequence[str] | None = None,
+    fabric: Any = None,
+    resume: bool = False,
+    save_every: float = 60.0,
+    about: Mapping[str, Any] | None = None,
+    progress: Console | None = None,
+) -> Neurons:
+    """Write to `out` what every unit of `layers` responds to in `images`, and open that file.
+
+    `layers` are names as for `explain`, or patterns such as "layer3.*" over the B-cos layers;
+    without them all B-cos layers whose units have maps. Of each unit the `top` images are kept with
+    the position and value of its largest activation there, besides moments and the share of images
+    that excite it above `active_above`. `about` is JSON of your own, kept in the file.
+
+    With a launched `lightning.Fabric` its processes share the images. The state is written beside
+    `out` every `save_every` seconds and when the process is told to end; `resume` goes on from it,
+    to the same file.
+    """
+    for name, value in (("top", top), ("batch", batch)):
+        if value < 1:
+            raise ValueError(f"`{name}` (={value}) must be at least 1.")
+    out, count = Path(out), len(images)
+    if not count:
+        raise ValueError("`images` is empty: there is nothing to respond to.")
+    if not out.parent.is_dir():
+        raise NeuronsError(f"`out` (={str(out)!r}): its folder does not exist; create it.")
+    world, rank = (fabric.world_size, fabric.global_rank) if fabric is not None else (1, 0)
+    labels = images.labels.cpu()
+    names = _class_names(model, classes, labels)
+    with _evaluating(model):
+        chosen = _chosen(model, images, layers)
+        identity = {
+            "count": count,
+            "top": top,
+            "active_above": active_above,
+            "classes": names,
+            "model": fingerprint(model),
+            "about": dict(about or {}),
+        }
+        own = {**identity, "layers": [layer.name for layer in chosen], "processes": world}
+        state = Saved(out.with_name(f"{out.name}.{rank}-of-{world}.part"), own)
+        share = (rank * count // world, (rank + 1) * count // world)
+        tally = (state.read() if resume else None) or _nothing_seen(model, chosen, top)
+        _run(model, images, tally.to(_device(model)), chosen, share, batch, active_above, state,
+             save_every, progress if rank == 0 else None)  # fmt: skip
+    whole = tally if fabric is None else _merged(tally, fabric)
+    statistics = whole.statistics(chosen)
+    if fabric is None or fabric.local_rank == 0:  # one for each machine
+        write(out, identity, chosen, statistics, labels)
+    if fabric is not None:
+        fabric.barrier()
+    state.path.unlink(missing_ok=True)
+    return Neurons(out)
+
+
+def memory_bound(units: int, top: int, batch: int) -> int:
+    """The bytes that `collect` needs at most beside the forward pass itself, in float32."""
+    state = units * (12 * top + 40)
+    merging = units * (top + batch) * 56
+    return state + merging
+
+
+def fingerprint(model: BcosModel) -> str:
+    """A name for the model's function: equal for equal weights and scales, on any device."""
+    state = model.state_dict()
+    hashes = torch.stack([torch.hash_tensor(v).view(torch.int64) for v in state.values()])
+    scales = [layer.scale for _, layer in model.bcos_layers()]
+    words = json.dumps([list(state), hashes.tolist(), scales, model.temperature, model.logit_bias])
+    return hashlib.sha256(words.encode()).hexdigest()[:16]
+
+
+# The pass.
+
+
+def _run(
+    model: BcosModel,
+    images: ImageSet,
+    tally: Tally,
+    layers: Sequence[Layer],
+    share: tuple[int, int],
+    batch: int,
+    active_above: float,
+    state: Saved,
+    save_every: float,
+    progress: Console | None,
+) -> None:
+    device, saved = _device(model), time.monotonic()
+    starts = range(share[0] + tally.seen, share[1], batch)
+    steps = track(
+        starts, "looking at images", console=progress, disable=progress is None, transient=True
+    )
+    with told_to_end() as ending:
+        for start in steps:
+            indices = torch.arange(start, min(start + batch, share[1]))
+            x = images.batch(indices)[0].to(device, non_blocking=True)
+            if start == starts[0]:
+                check_images(x, model.in_channels)
+                check_values(x)
+            tally.add(start, _look(model, x, layers), active_above)
+            if ending():
+                state.write(tally)
+                raise KeyboardInterrupt(
+                    f"stopped after {tally.seen} images; resuming goes on from there."
+                )
+            if time.monotonic() - saved >= save_every:
+                state.write(tally)
+                saved = time.monotonic()
+
+
+def _nothing_seen(model: BcosModel, layers: Sequence[Layer], top: int) -> Tally:
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    return Tally.empty(sum(layer.units for layer in layers), top, dtype)
+
+
+def _look(model: BcosModel, x: Tensor, layers: Sequence[Layer]) -> Seen:
+    found: dict[str, tuple[Tensor, ...]] = {}
+
+    def reduce(layer: Layer, out: Tensor) -> None:
+        maps = layer.maps(out).flatten(2)  # [B, C, H·W]
+        if maps.dtype in (torch.float16, torch.bfloat16):
+            maps = maps.float()
+        variances, means = torch.var_mean(maps, 2, correction=0)
+        found[layer.name] = (*maps.max(2), means, variances)
+
+    looks = {layer.name: (lambda out, layer=layer: reduce(layer, out)) for layer in layers}
+    dtype = next(model.parameters()).dtype
+    with torch.no_grad():
+        watch(model.network, encode(x.to(dtype)), looks)
+    columns = zip(*(found[layer.name] for layer in layers), strict=True)
+    return Seen(*(torch.cat(parts, 1) for parts in columns))
+
+
+def _merged(tally: Tally, fabric: Any) -> Tally:
+    """One tally of all processes', whose images follow each other in the order of their ranks."""
+    if fabric.world_size == 1:
+        return tally
+    gathered = fabric.all_gather({**tally.tensors(), "seen": torch.tensor(tally.seen)})
+    parts = [
+        Tally(**{k: v[rank] for k, v in gathered.items() if k != "seen"}, seen=int(seen))
+        for rank, seen in enumerate(gathered["seen"])
+    ]
+    first, *others = parts
+    for other in others:
+        first.merge(other)
+    return first
+
+
+# What to look at.
+
+
+def _chosen(
+    model: BcosModel, images: ImageSet, patterns: Sequence[str] | None
+) -> tuple[Layer, ...]:
+    known = layer_names(model.network)
+    bcos = {name: module for name, module in model.bcos_layers() if name in set(known)}
+    names: dict[str, None] = {}
+    for pattern in patterns if patterns is not None else bcos:
+        matching = [pattern] if pattern in known else fnmatch.filter(bcos, pattern)
+        if not matching:
+            raise NeuronsError(
+                f"`layers` (={pattern!r}) matches no layer: the B-cos layers are "
+                f"{', '.join([*bcos][:6])}{', …' * (len(bcos) > 6)}."
+            )
+        names.update(dict.fromkeys(matching))
+    shapes: dict[str, tuple[int, ...]] = {}
+    x = encode(
+        images.batch(torch.tensor([0]))[0].to(_device(model), next(model.parameters()).dtype)
+    )
+    looks = {name: (lambda out, name=name: shapes.update({name: out.shape})) for name in names}
+    with torch.no_grad():
+        watch(model.network, x, looks)
+    layers = []
+    for name in sorted(names, key=known.index):
+        shape = shapes[name][1:]
+        if len(shape) not in (1, 3):
+            if patterns is None:
+                continue
+            raise NeuronsError(
+                f"`layers` (={name!r}) has an output of shape {tuple(shapes[name])}: units have "
+                "maps in [N, C] or [N, C, H, W], so leave this layer out."
+            )
+        if len(shape) == 1:
+            layers.append(Layer(name, shape[0], 1, 1))
+        elif units_are_last(model, name, 4):
+            layers.append(Layer(name, shape[2], shape[0], shape[1], channels_last=True))
+        else:
+            layers.append(Layer(name, shape[0], shape[1], shape[2]))
+    return tuple(layers)
+
+
+def _class_names(
+    model: BcosModel, classes: Sequence[str] | None, labels: Tensor
+) -> tuple[str, ...]:
+    names = classes if classes is not None else model.classes
+    needed = int(labels.max()) + 1
+    if names is None:
+        names = [f"class {i}" for i in range(max(needed, model.num_classes or 0))]
+    if len(names) < needed:
+        raise ValueError(
+            f"`classes` (={len(names)} names) must name all {needed} classes of the images."
+        )
+    return tuple(names)
+
+
+def _device(model: BcosModel) -> torch.device:
+    return next(model.parameters()).device
+
+
+@contextmanager
+def _evaluating(model: BcosModel) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
