@@ -4,7 +4,7 @@ A B-cos network is, for each input, one linear map W(x); the gradient in `explan
 row of it.
 """
 
-from torchbcos import encoding, functional, norms, render
+from torchbcos import encoding, functional, neurons, norms, render
 from torchbcos._version import __version__ as __version__
 from torchbcos.calibrate import calibrate, signal
 from torchbcos.checkpoint import load, save
@@ -30,6 +30,7 @@ __all__ = [
     "functional",
     "list_models",
     "load",
+    "neurons",
     "norms",
     "render",
     "save",

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchbcos import cli_localise
+from torchbcos.cli_neurons import app as neurons_app
 
 app = typer.Typer(
     help="Vision networks that explain themselves.",
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.add_typer(neurons_app, name="neurons")
 # Results go to the output, progress and complaints to the error stream.
 output, errors = Console(), Console(stderr=True)
 

@@ -11,6 +11,8 @@ from torchbcos.neurons.contributions import (
     most_contributing,
     unit_contributions,
 )
+from torchbcos.neurons.page import build_page
+from torchbcos.neurons.sheets import Sheet, Sight, sheets
 from torchbcos.neurons.skew import Skew
 from torchbcos.neurons.table import Layer, Neurons, NeuronsError, Ranked, Units
 
@@ -19,13 +21,17 @@ __all__ = [
     "Neurons",
     "NeuronsError",
     "Ranked",
+    "Sheet",
+    "Sight",
     "Skew",
     "UnitContributions",
     "Units",
+    "build_page",
     "collect",
     "fingerprint",
     "memory_bound",
     "most_active_for",
     "most_contributing",
+    "sheets",
     "unit_contributions",
 ]
