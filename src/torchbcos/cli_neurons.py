@@ -103,11 +103,13 @@ def show(
     if not name or not path:
         raise ValueError(f"{file} does not say where model and images are: add --model and --data.")
     network, _, images = _open(name, path, found.about.get("split", "test"), device)
+    progress = Console(stderr=True)
     drawn = track(
         sheets(network, images, found, chosen, second=second, size=crop or None),
         "explaining",
         total=len(chosen),
-        console=Console(stderr=True),
+        console=progress,
+        disable=not progress.is_terminal,
         transient=True,
     )
     page = build_page(f"{len(chosen)} unit{'s'[: len(chosen) != 1]}", found, images, drawn)

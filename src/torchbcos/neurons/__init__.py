@@ -4,7 +4,7 @@
 `sheets` explains the best images of a unit; `unit_contributions` goes on from a unit to a logit.
 """
 
-from torchbcos.neurons.collect import collect, fingerprint, memory_bound
+from torchbcos.neurons.collecting import collect, fingerprint, memory_bound
 from torchbcos.neurons.contributions import (
     UnitContributions,
     most_active_for,
@@ -12,7 +12,7 @@ from torchbcos.neurons.contributions import (
     unit_contributions,
 )
 from torchbcos.neurons.page import build_page
-from torchbcos.neurons.sheets import Sheet, Sight, sheets
+from torchbcos.neurons.sheet import Sheet, Sight, sheets
 from torchbcos.neurons.skew import Skew
 from torchbcos.neurons.table import Layer, Neurons, NeuronsError, Ranked, Units
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from torchbcos.neurons.collect import ImageSet
-from torchbcos.neurons.sheets import Sheet, Sight
+from torchbcos.neurons.collecting import ImageSet
+from torchbcos.neurons.sheet import Sheet, Sight
 from torchbcos.neurons.table import Neurons
 
 __all__ = ["build_page"]

@@ -131,7 +131,7 @@ class Tally:
             "std": (self.spread / self.seen).sqrt(),
             "peak_mean": self.peak_mean,
             "peak_std": (self.peak_spread / self.seen).sqrt(),
-            "active": self.active / self.seen,
+            "active": self.active.double() / self.seen,
         }
 
 

@@ -140,9 +140,8 @@ def _run(
 ) -> None:
     device, saved = _device(model), time.monotonic()
     starts = range(share[0] + tally.seen, share[1], batch)
-    steps = track(
-        starts, "looking at images", console=progress, disable=progress is None, transient=True
-    )
+    quiet = progress is None or not progress.is_terminal
+    steps = track(starts, "looking at images", console=progress, disable=quiet, transient=True)
     with told_to_end() as ending:
         for start in steps:
             indices = torch.arange(start, min(start + batch, share[1]))

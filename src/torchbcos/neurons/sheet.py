@@ -13,7 +13,7 @@ from torchbcos import render
 from torchbcos.explain import explain
 from torchbcos.explanation import Explanation
 from torchbcos.models import BcosModel
-from torchbcos.neurons.collect import ImageSet, fingerprint
+from torchbcos.neurons.collecting import ImageSet, fingerprint
 from torchbcos.neurons.table import Layer, Neurons, NeuronsError, Ranked
 
 __all__ = ["Sheet", "Sight", "sheets"]
