@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -110,7 +111,7 @@ def collect(
 def memory_bound(units: int, top: int, batch: int) -> int:
     """The bytes that `collect` needs at most beside the forward pass itself, in float32."""
     state = units * (12 * top + 40)
-    merging = units * (top + batch) * 56
+    merging = units * (top + batch) * 80
     return state + merging
 
 
@@ -172,8 +173,8 @@ def _look(model: BcosModel, x: Tensor, layers: Sequence[Layer]) -> Seen:
         maps = layer.maps(out).flatten(2)  # [B, C, H·W]
         if maps.dtype in (torch.float16, torch.bfloat16):
             maps = maps.float()
-        variances, means = torch.var_mean(maps, 2, correction=0)
-        found[layer.name] = (*maps.max(2), means, variances)
+        length = torch.linalg.vector_norm(maps, dim=2)  # several times quicker than var_mean
+        found[layer.name] = (*maps.max(2), maps.mean(2), length / math.sqrt(maps.shape[2]))
 
     looks = {layer.name: (lambda out, layer=layer: reduce(layer, out)) for layer in layers}
     dtype = next(model.parameters()).dtype

@@ -30,7 +30,7 @@ class Seen:
     peaks: Tensor  # [B, U] the largest activation of each image
     where: Tensor  # [B, U] its position on the map, y · width + x
     means: Tensor  # [B, U] over the positions of each image
-    variances: Tensor  # [B, U]
+    rms: Tensor  # [B, U] the root of the mean square over them
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Tally:
             torch.cat([self.images, numbers.expand(units, -1)], 1),
             torch.cat([self.positions, batch.where.T.int()], 1),
         )
-        self._add_moments(size, *_moments(batch.means, batch.variances), *_moments(batch.peaks))
+        self._add_moments(size, *_moments(batch.means, batch.rms), *_moments(batch.peaks))
         self.active += (batch.peaks > active_above).sum(0)
         self.seen += size
 
@@ -135,13 +135,13 @@ class Tally:
         }
 
 
-def _moments(means: Tensor, variances: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _moments(means: Tensor, rms: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Mean and spread over images from those of each image, [B, U] → [U]."""
     means = means.double()
     mean = means.mean(0)
     spread = (means - mean).square().sum(0)
-    if variances is not None:
-        spread += variances.sum(0, dtype=torch.float64)
+    if rms is not None:
+        spread += (rms.double().square() - means.square()).clamp(min=0).sum(0)
     return mean, spread
 
 
