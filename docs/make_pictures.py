@@ -1,8 +1,12 @@
-"""Draw the pictures of the documentation anew, from the bundled model and photos."""
+"""Draw the pictures of the documentation anew, from the bundled model, photos and the text."""
 
+import doctest
 from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 import torchbcos as tb
 import torchbcos.toy
@@ -28,10 +32,7 @@ def cat() -> None:
     for axis, (title, picture) in zip(figure.subplots(1, 5), panels.items(), strict=True):
         axis.imshow(picture, interpolation="nearest")
         axis.set_title(title, fontsize=9.5)
-        axis.set_xticks([])
-        axis.set_yticks([])
-        for spine in axis.spines.values():
-            spine.set_color("#cccccc")
+        _bare(axis)
     figure.savefig(ROOT / "docs" / "pictures" / "cat.png", dpi=100)
 
 
@@ -40,6 +41,44 @@ def toy() -> None:
     figure.savefig(ROOT / "docs" / "pictures" / "toy.png", dpi=80)
 
 
+def neurons() -> None:
+    """The sheets of docs/neurons.md, after running the example in it."""
+    text = (ROOT / "docs" / "neurons.md").read_text(encoding="utf-8")
+    scope: dict[str, Any] = {}
+    for example in doctest.DocTestParser().get_examples(text):
+        exec(compile(example.source, "neurons.md", "single"), scope)
+    figure = Figure(figsize=(11.2, 5.6), layout="constrained", facecolor="white")
+    grid = figure.add_gridspec(6, 14)
+    for row, sheet in enumerate(scope["sheets"]):
+        for column, sight in enumerate(sheet.first[:7]):
+            axis = figure.add_subplot(grid[2 * row, column])
+            axis.imshow(scope["test"].pixels[sight.image].permute(1, 2, 0), interpolation="nearest")
+            top, left, bottom, right = sight.box
+            place = (left - 0.5, top - 0.5)
+            axis.add_patch(Rectangle(place, right - left, bottom - top, fill=False, ec="#1f77d0"))
+            _bare(axis)
+            _bare(_shown(figure.add_subplot(grid[2 * row + 1, column]), sight), "#1f77d0")
+        for place, sight in enumerate(sheet.rest[:14]):
+            _bare(_shown(figure.add_subplot(grid[2 * row + place // 7, 7 + place % 7]), sight))
+        title = f"layer {sheet.layer.name}, unit {sheet.unit}"
+        figure.axes[28 * row].set_title(title, fontsize=9, loc="left")
+        figure.axes[28 * row + 14].set_title("the next images", fontsize=9, loc="left")
+    figure.savefig(ROOT / "docs" / "pictures" / "neurons.png", dpi=100)
+
+
+def _shown(axis: Axes, sight: tb.neurons.Sight) -> Axes:
+    axis.imshow(sight.picture, interpolation="nearest")
+    return axis
+
+
+def _bare(axis: Axes, colour: str = "#cccccc") -> None:
+    axis.set_xticks([])
+    axis.set_yticks([])
+    for spine in axis.spines.values():
+        spine.set_color(colour)
+
+
 if __name__ == "__main__":
     cat()
     toy()
+    neurons()
