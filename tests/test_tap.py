@@ -6,7 +6,7 @@ import torchvision
 from torch import nn
 
 import torchbcos as tb
-from torchbcos.tap import layer_names, tap
+from torchbcos.tap import layer_names, tap, watch
 
 
 class Block(nn.Module):
@@ -138,3 +138,63 @@ def test_gradients_flow_through():
     (grad,) = torch.autograd.grad(tap(network, "1.0", x).sum(), x)
     (expected,) = torch.autograd.grad(network[1][0](network[0](x)).sum(), x)
     assert torch.equal(grad, expected)
+
+
+# Watching on the way.
+
+
+@pytest.mark.parametrize("kind", ["plain", "graph"])
+def test_watching_shows_what_tapping_gives_and_changes_nothing(kind, resnet):
+    network = plain() if kind == "plain" else resnet
+    x = torch.rand(2, 6, 4, 4) if kind == "plain" else torch.rand(2, 6, 32, 32)
+    names = ["0", "1.0.conv2", "2"]
+    if kind == "graph":
+        names = ["conv1", "layer1.0", "layer3.1.conv1", "layer4"]
+    seen = {}
+    with torch.no_grad():
+        out = watch(network, x, {n: lambda o, n=n: seen.update({n: o}) for n in names})
+        assert torch.equal(out, network(x))
+        assert list(seen) == names
+        for name, value in seen.items():
+            assert torch.equal(value, tap(network, name, x))
+    assert not any(m._forward_hooks for m in network.modules())
+
+
+@pytest.mark.parametrize("kind", ["plain", "graph"])
+def test_what_a_look_returns_goes_on(kind, resnet):
+    network, name = (plain(), "1.0.conv1") if kind == "plain" else (resnet, "layer2.0.conv1")
+    x = torch.rand(2, 6, 4, 4) if kind == "plain" else torch.rand(2, 6, 32, 32)
+    with torch.no_grad():
+        out = watch(network, x, {name: torch.zeros_like})
+        module = network.get_submodule(name)
+        hook = module.register_forward_hook(lambda *a: torch.zeros_like(a[2]))
+        expected = network(x)
+        hook.remove()
+    assert torch.equal(out, expected)
+    assert not torch.equal(out, network(x))
+
+
+@pytest.mark.parametrize("name", ["nine", "", "layer9"])
+def test_watching_an_unknown_layer_is_an_error_that_names_it(name, resnet):
+    for network in (plain(), resnet):
+        with pytest.raises(ValueError, match=f"`layer` \\(='{name}'\\) is no layer"):
+            watch(network, torch.rand(1, 6, 32, 32), {name: lambda _: None})
+
+
+def test_of_a_layer_used_twice_the_first_use_is_shown():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.twofold = nn.Linear(2, 2, bias=False)
+            self.unused = nn.Identity()
+            self.twofold.weight.data = 2 * torch.eye(2)
+
+        def forward(self, x):
+            return self.twofold(self.twofold(x))
+
+    seen = []
+    out = watch(Twice(), torch.ones(1, 2), {"twofold": seen.append})
+    assert [s.tolist() for s in seen] == [[[2.0, 2.0]]]
+    assert out.tolist() == [[4.0, 4.0]]
+    with pytest.raises(ValueError, match="`layer` \\(='unused'\\) is never reached"):
+        watch(Twice(), torch.ones(1, 2), {"unused": seen.append})

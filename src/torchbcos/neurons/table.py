@@ -194,7 +194,8 @@ class Neurons:
         for name in layers if layers is not None else self.layers:
             self._layer(name)
             skew, units = self.skew[name], self.units(name)
-            scores[name] = torch.where(skew.q <= level, skew.divergence, -torch.inf)
+            bits = skew.divergence.round(decimals=9)  # the same counts of other classes are a tie
+            scores[name] = torch.where(skew.q <= level, bits, -torch.inf)
             usual = units.peak_std.clamp(min=torch.finfo(torch.float64).tiny)
             ties[name] = (units.values.double().mean(1) - units.peak_mean) / usual
         return largest(scores, count, ties)
@@ -216,9 +217,8 @@ def largest(
     places = [(name, unit) for name, values in scores.items() for unit in range(len(values))]
     flat = torch.cat(list(scores.values())).double()
     order = torch.arange(len(flat))
-    for key in (torch.cat(list(ties.values())) if ties else None, flat.round(decimals=12)):
-        if key is not None:
-            order = order[key[order].sort(descending=True, stable=True).indices]
+    for key in ([torch.cat(list(ties.values()))] if ties else []) + [flat]:
+        order = order[key[order].sort(descending=True, stable=True).indices]
     found = [Ranked(places[i][0], places[i][1], flat[i].item()) for i in order[:count].tolist()]
     return [unit for unit in found if unit.score > -torch.inf]
 
