@@ -12,8 +12,7 @@ import fnmatch
 import hashlib
 import json
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +29,7 @@ from torchbcos.neurons.table import Layer, Neurons, NeuronsError, units_are_last
 from torchbcos.neurons.tally import Saved, Seen, Tally
 from torchbcos.tap import layer_names, watch
 
-__all__ = ["ImageSet", "collect", "fingerprint", "memory_bound"]
+__all__ = ["ImageSet", "collect", "evaluating", "fingerprint", "memory_bound"]
 
 
 class ImageSet(Protocol):
@@ -82,7 +81,7 @@ def collect(
     world, rank = (fabric.world_size, fabric.global_rank) if fabric is not None else (1, 0)
     labels = images.labels.cpu()
     names = _class_names(model, classes, labels)
-    with _evaluating(model):
+    with evaluating(model), told_to_end() as ending:
         chosen = _chosen(model, images, layers)
         identity = {
             "count": count,
@@ -92,12 +91,26 @@ def collect(
             "model": fingerprint(model),
             "about": dict(about or {}),
         }
-        own = {**identity, "layers": [layer.name for layer in chosen], "processes": world}
-        state = Saved(out.with_name(f"{out.name}.{rank}-of-{world}.part"), own)
-        share = (rank * count // world, (rank + 1) * count // world)
+        own = {
+            **identity,
+            "layers": [layer.name for layer in chosen],
+            "labels": hashlib.sha256(labels.numpy().tobytes()).hexdigest(),
+            "processes": world,
+        }
+        state = Saved(out.with_name(f"{out.name}.{rank}-of-{world}.part"), own, save_every)
         tally = (state.read() if resume else None) or _nothing_seen(model, chosen, top)
-        _run(model, images, tally.to(_device(model)), chosen, share, batch, active_above, state,
-             save_every, progress if rank == 0 else None)  # fmt: skip
+        tally.to(_device(model))
+        first, last = rank * count // world, (rank + 1) * count // world
+        starts = range(first + tally.seen, last, batch)
+        for start in _shown(starts, progress if rank == 0 else None):
+            indices = torch.arange(start, min(start + batch, last))
+            tally.add(start, _look(model, images.batch(indices)[0], chosen), active_above)
+            if ending():
+                state.write(tally)
+                raise KeyboardInterrupt(
+                    f"stopped after {tally.seen} images; resuming goes on from there."
+                )
+            state.write_if_due(tally)
     whole = tally if fabric is None else _merged(tally, fabric)
     statistics = whole.statistics(chosen)
     if fabric is None or fabric.local_rank == 0:  # one for each machine
@@ -127,38 +140,9 @@ def fingerprint(model: BcosModel) -> str:
 # The pass.
 
 
-def _run(
-    model: BcosModel,
-    images: ImageSet,
-    tally: Tally,
-    layers: Sequence[Layer],
-    share: tuple[int, int],
-    batch: int,
-    active_above: float,
-    state: Saved,
-    save_every: float,
-    progress: Console | None,
-) -> None:
-    device, saved = _device(model), time.monotonic()
-    starts = range(share[0] + tally.seen, share[1], batch)
+def _shown(starts: range, progress: Console | None) -> Iterable[int]:
     quiet = progress is None or not progress.is_terminal
-    steps = track(starts, "looking at images", console=progress, disable=quiet, transient=True)
-    with told_to_end() as ending:
-        for start in steps:
-            indices = torch.arange(start, min(start + batch, share[1]))
-            x = images.batch(indices)[0].to(device, non_blocking=True)
-            if start == starts[0]:
-                check_images(x, model.in_channels)
-                check_values(x)
-            tally.add(start, _look(model, x, layers), active_above)
-            if ending():
-                state.write(tally)
-                raise KeyboardInterrupt(
-                    f"stopped after {tally.seen} images; resuming goes on from there."
-                )
-            if time.monotonic() - saved >= save_every:
-                state.write(tally)
-                saved = time.monotonic()
+    return track(starts, "looking at images", console=progress, disable=quiet, transient=True)
 
 
 def _nothing_seen(model: BcosModel, layers: Sequence[Layer], top: int) -> Tally:
@@ -177,9 +161,8 @@ def _look(model: BcosModel, x: Tensor, layers: Sequence[Layer]) -> Seen:
         found[layer.name] = (*maps.max(2), maps.mean(2), length / math.sqrt(maps.shape[2]))
 
     looks = {layer.name: (lambda out, layer=layer: reduce(layer, out)) for layer in layers}
-    dtype = next(model.parameters()).dtype
     with torch.no_grad():
-        watch(model.network, encode(x.to(dtype)), looks)
+        watch(model.network, _encoded(model, x), looks)
     columns = zip(*(found[layer.name] for layer in layers), strict=True)
     return Seen(*(torch.cat(parts, 1) for parts in columns))
 
@@ -206,23 +189,23 @@ def _chosen(
     model: BcosModel, images: ImageSet, patterns: Sequence[str] | None
 ) -> tuple[Layer, ...]:
     known = layer_names(model.network)
-    bcos = {name: module for name, module in model.bcos_layers() if name in set(known)}
+    bcos = [name for name, _ in model.bcos_layers() if name in known]
     names: dict[str, None] = {}
     for pattern in patterns if patterns is not None else bcos:
         matching = [pattern] if pattern in known else fnmatch.filter(bcos, pattern)
         if not matching:
             raise NeuronsError(
                 f"`layers` (={pattern!r}) matches no layer: the B-cos layers are "
-                f"{', '.join([*bcos][:6])}{', …' * (len(bcos) > 6)}."
+                f"{', '.join(bcos[:6])}{', …' * (len(bcos) > 6)}."
             )
         names.update(dict.fromkeys(matching))
     shapes: dict[str, tuple[int, ...]] = {}
-    x = encode(
-        images.batch(torch.tensor([0]))[0].to(_device(model), next(model.parameters()).dtype)
-    )
+    x = images.batch(torch.tensor([0]))[0]
+    check_images(x, model.in_channels)
+    check_values(x)
     looks = {name: (lambda out, name=name: shapes.update({name: out.shape})) for name in names}
     with torch.no_grad():
-        watch(model.network, x, looks)
+        watch(model.network, _encoded(model, x), looks)
     layers = []
     for name in sorted(names, key=known.index):
         shape = shapes[name][1:]
@@ -260,8 +243,14 @@ def _device(model: BcosModel) -> torch.device:
     return next(model.parameters()).device
 
 
+def _encoded(model: BcosModel, images: Tensor) -> Tensor:
+    weight = next(model.parameters())
+    return encode(images.to(weight.device, weight.dtype, non_blocking=True))
+
+
 @contextmanager
-def _evaluating(model: BcosModel) -> Iterator[None]:
+def evaluating(model: BcosModel) -> Iterator[None]:
+    """The model in evaluation mode, and afterwards as it was."""
     training = model.training
     model.eval()
     try:

@@ -13,7 +13,7 @@ from torchbcos import render
 from torchbcos.explain import explain
 from torchbcos.explanation import Explanation
 from torchbcos.models import BcosModel
-from torchbcos.neurons.collecting import ImageSet, fingerprint
+from torchbcos.neurons.collecting import ImageSet, evaluating, fingerprint
 from torchbcos.neurons.table import Layer, Neurons, NeuronsError, Ranked
 
 __all__ = ["Sheet", "Sight", "sheets"]
@@ -82,12 +82,12 @@ def sheets(
             )
         numbers = known.images[unit, : first + rest].long()
         seen = _Pass(model, images, neurons, known.layer, unit, numbers, size)
-        sights = seen.sights(known.positions[unit, : len(numbers)])
-        stored = known.values[unit, : len(numbers)]
-        _check(stored, sights, neurons)
-        others: tuple[Sight | None, ...] = (None,) * len(sights[:first])
-        if second:
-            others = seen.seconds(sights[:first])
+        with evaluating(model):
+            sights = seen.sights(known.positions[unit, : len(numbers)])
+            _check(known.values[unit, : len(numbers)], sights, neurons)
+            others: tuple[Sight | None, ...] = (None,) * len(sights[:first])
+            if second:
+                others = seen.seconds(sights[:first])
         yield Sheet(known.layer, unit, tuple(sights[:first]), others, tuple(sights[first:]))
 
 

@@ -7,6 +7,7 @@ the way, and the moments are merged in float64 by the formula of Chan, Golub and
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -148,9 +149,15 @@ def _moments(means: Tensor, rms: Tensor | None = None) -> tuple[Tensor, Tensor]:
 class Saved:
     """The tally on disk, for a later process to go on from."""
 
-    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
-        self.path = path
+    def __init__(self, path: Path, identity: Mapping[str, Any], every: float) -> None:
+        self.path, self.every = path, every  # seconds
+        self.written = time.monotonic()
         self.identity: dict[str, Any] = json.loads(json.dumps(identity))
+
+    def write_if_due(self, tally: Tally) -> None:
+        if time.monotonic() - self.written >= self.every:
+            self.write(tally)
+            self.written = time.monotonic()
 
     def write(self, tally: Tally) -> None:
         tensors = {name: value.cpu().contiguous() for name, value in tally.tensors().items()}
