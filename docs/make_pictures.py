@@ -46,7 +46,7 @@ def neurons() -> None:
     text = (ROOT / "docs" / "neurons.md").read_text(encoding="utf-8")
     scope: dict[str, Any] = {}
     for example in doctest.DocTestParser().get_examples(text):
-        exec(compile(example.source, "neurons.md", "single"), scope)
+        exec(example.source, scope)
     figure = Figure(figsize=(11.2, 5.6), layout="constrained", facecolor="white")
     grid = figure.add_gridspec(6, 14)
     for row, sheet in enumerate(scope["sheets"]):

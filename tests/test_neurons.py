@@ -227,9 +227,45 @@ def test_a_run_that_does_not_fit_is_not_resumed(model, images, tmp_path, monkeyp
         neurons.collect(model, images, out, top=TOP + 1, resume=True)
     with pytest.raises(ValueError, match="`model` is not as in the run"):
         neurons.collect(small_model(1).double(), images, out, top=TOP, resume=True)
+    others = data.Images(images.pixels, images.labels.flip(0))
+    with pytest.raises(ValueError, match="`labels` is not as in the run"):
+        neurons.collect(model, others, out, top=TOP, resume=True)
     (tmp_path / "n.0-of-1.part").write_bytes(b"no state")
     with pytest.raises(ValueError, match="is damaged: remove it"):
         neurons.collect(model, images, out, top=TOP, resume=True)
+
+
+def test_the_state_has_the_size_it_says_whatever_the_number_of_images(
+    images, tmp_path, monkeypatch
+):
+    kept = []
+    statistics = collecting.Tally.statistics
+    monkeypatch.setattr(
+        collecting.Tally, "statistics", lambda t, layers: kept.append(t) or statistics(t, layers)
+    )
+    for count in (10, COUNT):
+        few = data.Images(images.pixels[:count], images.labels[:count])
+        neurons.collect(small_model(), few, tmp_path / "n", top=TOP)
+    units = kept[0].mean.shape[0]
+    for tally in kept:
+        held = sum(t.numel() * t.element_size() for t in tally.tensors().values())
+        assert held == units * (12 * TOP + 40) < neurons.memory_bound(units, TOP, 64)
+
+
+def test_a_model_in_training_is_looked_at_as_in_use_and_stays_in_training(images, tmp_path):
+    model = small_model(norm="uncentred").train()
+    found = neurons.collect(model, images, tmp_path / "n", top=TOP)
+    (sheet,) = neurons.sheets(model, images, found, [("9", 1)], first=1, rest=0)
+    assert model.training
+    x = images.batch(torch.tensor([sheet.first[0].image]))[0]
+    e = tb.explain(model.eval(), x, layer="9", unit=1)
+    assert sheet.first[0].value == pytest.approx(e.outputs.item(), rel=1e-5)
+
+
+def test_images_of_another_kind_are_refused(model, tmp_path):
+    grey = data.Images(torch.zeros(2, 1, SIZE, SIZE, dtype=torch.uint8), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="repeat the grey channel"):
+        neurons.collect(model, grey, tmp_path / "n")
 
 
 def test_layers_by_name_pattern_and_block(images, tmp_path):

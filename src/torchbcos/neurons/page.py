@@ -93,6 +93,7 @@ def _section(sheet: Sheet, neurons: Neurons) -> str:
             f"q {_small(skew.q[unit].item())}."
         ),
         "sprite": _sprite([sight.picture for sight in every]),
+        "side": every[0].picture.shape[0],
         "columns": COLUMNS,
         "rows": -(-len(every) // COLUMNS),
         "first": [told(sight) for sight in sheet.first],
