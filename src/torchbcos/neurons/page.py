@@ -1,8 +1,8 @@
 """One self-contained page of sheets; a sheet is drawn when it is scrolled to.
 
 Pictures of a unit are tiles of one sprite, an image is stored once whatever the number of units it
-excites, and all of it is text that the browser does not look into before it is needed: thousands of
-units open as quickly as one.
+excites, and all of it is text that the browser does not look into before it is needed, so that
+thousands of units stay quick to open.
 """
 
 from __future__ import annotations
