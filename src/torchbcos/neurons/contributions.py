@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from torchbcos.encoding import check_images, check_values, encode
-from torchbcos.explain import Targets, resolve_targets
 from torchbcos.functional import collect_offsets
 from torchbcos.models import BcosModel
 from torchbcos.neurons.table import Neurons, Ranked, largest, units_are_last
 from torchbcos.tap import tap, watch
+from torchbcos.targets import Targets, resolve_targets
 
 __all__ = ["UnitContributions", "most_active_for", "most_contributing", "unit_contributions"]
 
