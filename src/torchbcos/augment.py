@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,9 @@ __all__ = [
     "AUGMENTATIONS",
     "Draws",
     "colour_jitter",
+    "crops",
     "flip",
+    "lighting",
     "padded_crop",
     "rand_augment",
     "resized_crop",
@@ -27,26 +29,29 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers for the rows `rows` of a batch of `total` images.
+    """Random numbers for the rows `rows` of a batch of `total` images, brought to `device`.
 
-    Numbers are drawn for the whole batch, so that processes that share one give each image the
-    same numbers as a single process would.
+    Numbers are drawn for the whole batch and on the CPU, so that each image gets the same numbers
+    however many processes share the batch, and on whatever device.
     """
 
     generator: Generator
     total: int
     rows: slice = field(default_factory=lambda: slice(None))
+    device: torch.device | str = "cpu"
 
     def uniform(self, low: float, high: float) -> Tensor:
-        device = self.generator.device
-        full = torch.rand(self.total, device=device, generator=self.generator)
-        return full[self.rows] * (high - low) + low
+        full = torch.rand(self.total, generator=self.generator)
+        return self._mine(full * (high - low) + low)
+
+    def normal(self, count: int) -> Tensor:  # [N, count]
+        return self._mine(torch.randn(self.total, count, generator=self.generator))
 
     def integers(self, high: int) -> Tensor:
-        device = self.generator.device
-        return torch.randint(high, (self.total,), device=device, generator=self.generator)[
-            self.rows
-        ]
+        return self._mine(torch.randint(high, (self.total,), generator=self.generator))
+
+    def _mine(self, full: Tensor) -> Tensor:
+        return full[self.rows].to(self.device, non_blocking=True)
 
 
 def flip(x: Tensor, draws: Draws) -> Tensor:
@@ -76,16 +81,24 @@ def resized_crop(
 ) -> Tensor:
     """A part of random area and shape, resized to `size` (by default the image's)."""
     n, _, height, width = x.shape
-    area = draws.uniform(*scale)
-    shape = torch.exp(draws.uniform(math.log(ratio[0]), math.log(ratio[1])) / 2)
-    w, h = (area.sqrt() * shape).clamp(max=1), (area.sqrt() / shape).clamp(max=1)
-    cx = draws.uniform(-1, 1) * (1 - w)
-    cy = draws.uniform(-1, 1) * (1 - h)
+    area, shape, left, top = crops(draws, scale, ratio).unbind(1)
+    w = (area * shape * (height / width)).sqrt().clamp(max=1)
+    h = (area / shape * (width / height)).sqrt().clamp(max=1)
+    cx, cy = (2 * left - 1) * (1 - w), (2 * top - 1) * (1 - h)
     zero = torch.zeros_like(w)
     matrix = torch.stack([torch.stack([w, zero, cx], 1), torch.stack([zero, h, cy], 1)], 1)
     out = (size, size) if size is not None else (height, width)
     grid = F.affine_grid(matrix, [n, 1, *out], align_corners=False)
     return F.grid_sample(x, grid.to(x.dtype), padding_mode="reflection", align_corners=False)
+
+
+def crops(
+    draws: Draws, scale: tuple[float, float], ratio: tuple[float, float] = (3 / 4, 4 / 3)
+) -> Tensor:  # [N, 4]
+    """The numbers of `resized_crop`, as `images.read_pixels` takes them."""
+    area = draws.uniform(*scale)
+    shape = torch.exp(draws.uniform(math.log(ratio[0]), math.log(ratio[1])))
+    return torch.stack([area, shape, draws.uniform(0, 1), draws.uniform(0, 1)], 1)
 
 
 def colour_jitter(x: Tensor, draws: Draws, strength: float = 0.4) -> Tensor:
@@ -95,14 +108,24 @@ def colour_jitter(x: Tensor, draws: Draws, strength: float = 0.4) -> Tensor:
     return x
 
 
+def lighting(x: Tensor, draws: Draws, strength: float = 0.1) -> Tensor:
+    """Colours moved along the principal axes that the pixels of ImageNet have (AlexNet, 2012)."""
+    values = x.new_tensor([0.2175, 0.0188, 0.0045])
+    axes = x.new_tensor(
+        [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]]
+    )
+    moved = (draws.normal(3).to(x.dtype) * strength * values) @ axes.T  # [N, 3]
+    return (x + moved[:, :, None, None]).clamp(0, 1)
+
+
 def rand_augment(x: Tensor, draws: Draws, n: int = 2, m: float = 9.0) -> Tensor:
     """RandAugment: for each image `n` operations at magnitude `m` of 30, drawn anew."""
     for _ in range(n):
-        choice = draws.integers(len(_OPERATIONS))
+        choice = replace(draws, device="cpu").integers(len(_OPERATIONS))  # a GPU need not wait
         sign = torch.where(draws.uniform(0, 1) < 0.5, -1.0, 1.0)
         result = x.clone()
         for index, operation in enumerate(_OPERATIONS):
-            chosen = (choice == index).nonzero()[:, 0]
+            chosen = (choice == index).nonzero()[:, 0].to(x.device, non_blocking=True)
             if len(chosen):
                 result[chosen] = operation(x[chosen], sign[chosen], m / 30).clamp(0, 1)
         x = result
@@ -114,6 +137,7 @@ AUGMENTATIONS: dict[str, Callable[[Tensor, Draws], Tensor]] = {
     "padded_crop": padded_crop,
     "resized_crop": resized_crop,
     "colour_jitter": colour_jitter,
+    "lighting": lighting,
     "rand_augment": rand_augment,
 }
 

@@ -25,12 +25,18 @@ from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosLayer
 from torchbcos.models import BcosModel
 
-__all__ = ["LayerSignal", "Signal", "calibrate", "first_broken_layer", "signal"]
+__all__ = ["LayerSignal", "Signal", "calibrate", "signal"]
 
 LOGIT_RMS = 0.05
 
 
-def calibrate(model: BcosModel, images: Tensor, *, logit_rms: float = LOGIT_RMS) -> BcosModel:
+def calibrate(
+    model: BcosModel,
+    images: Tensor,
+    *,
+    logit_rms: float = LOGIT_RMS,
+    only_temperature: bool = False,
+) -> BcosModel:
     """Set γ of every layer and T in place, so that signals neither vanish nor explode.
 
     `images` are a batch [N, C, H, W] as in training; 32 or more are enough. After the call every
@@ -38,7 +44,8 @@ def calibrate(model: BcosModel, images: Tensor, *, logit_rms: float = LOGIT_RMS)
     `logit_rms`. Returns the model.
 
     A smaller `logit_rms`, that is a larger T, asks for better aligned weights before the network
-    can be confident.
+    can be confident. With `only_temperature` every γ stays as it is, as for a trained network that
+    got a new classifier.
     """
     check_images(images, model.in_channels)
     check_values(images)
@@ -48,7 +55,7 @@ def calibrate(model: BcosModel, images: Tensor, *, logit_rms: float = LOGIT_RMS)
     done: set[nn.Module] = set()
 
     def settle(layer: BcosLayer, _: Tensor, out: Tensor) -> Tensor:
-        if layer in done:  # a layer used twice keeps the γ of its first use
+        if layer in done or only_temperature:  # a layer used twice keeps the γ of its first use
             return out
         done.add(layer)
         gain = 1 / _rms(out, 1.0)
@@ -56,7 +63,7 @@ def calibrate(model: BcosModel, images: Tensor, *, logit_rms: float = LOGIT_RMS)
         return out * gain
 
     try:
-        for layer in before:
+        for layer in before if not only_temperature else ():
             layer.scale = 1.0
         with _watching(model, settle), _as_in_training(model):
             outputs = model.network(encode(images))
@@ -123,29 +130,6 @@ def signal(model: BcosModel, images: Tensor) -> Signal:
         outputs = model.network(encode(images))
     first = outputs if isinstance(outputs, Tensor) else outputs[0]
     return Signal(tuple(rows), _rms(first, 0.0) / model.temperature)
-
-
-@torch.no_grad()
-def first_broken_layer(model: BcosModel, images: Tensor) -> str:
-    """Words for where the signal stops being finite."""
-    for name, layer in model.bcos_layers():
-        if not torch.isfinite(layer.weight).all():
-            return f"the weights of {name} are not finite"
-    found: list[str] = []
-    hooks = [
-        layer.register_forward_hook(
-            lambda _, __, out, name=name: (
-                found.append(name) if not torch.isfinite(out).all() else None
-            )
-        )
-        for name, layer in model.bcos_layers()
-    ]
-    try:
-        model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return f"the output of {found[0]} is not finite" if found else "in the loss itself"
 
 
 def _rms(x: Tensor, if_zero: float) -> float:

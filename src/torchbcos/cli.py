@@ -183,34 +183,70 @@ def convert(
 
 
 @app.command(
-    epilog="Example: torchbcos train shapes --out runs/shapes --pictures 1",
+    epilog="Example: torchbcos train shapes --out runs/shapes epochs=4 lr=2e-3",
 )
 def train(
-    data: Annotated[str, typer.Argument(help="'shapes', a CIFAR-10 folder, or class folders.")],
-    recipe: Annotated[str, typer.Option(help="A recipe's name, or a TOML file.")] = "",
-    change: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a setting, as in lr=3e-4.")
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe's name (--list shows them) or a TOML file.")
+    ] = "",
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Settings to change, as in lr=3e-4 options.b=1.5.", metavar="KEY=VALUE"
+        ),
     ] = None,
+    data: Annotated[
+        str,
+        typer.Option(help="Class folders, a CIFAR-10 folder, or 'shapes'; if not the recipe's."),
+    ] = "",
     out: Annotated[Path, typer.Option(help="Folder for the model and its metrics.")] = Path("run"),
     resume: Annotated[bool, typer.Option(help="Go on from what is in the folder.")] = False,
+    start_from: Annotated[
+        str, typer.Option("--from", help="Fine-tune this model; head_only=true for its head alone.")
+    ] = "",
     pictures: Annotated[int, typer.Option(help="Draw explanations every K epochs.", min=0)] = 0,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that read streamed images.", min=0)
+    ] = None,
+    devices: Annotated[int | None, typer.Option(help="Devices on this machine.", min=1)] = None,
+    nodes: Annotated[int | None, typer.Option(help="Machines.", min=1)] = None,
+    strategy: Annotated[str, typer.Option(help="For several devices: ddp or fsdp.")] = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the last metrics as JSON.")
     ] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="Show all recipes.")] = False,
 ) -> None:
-    """Train a B-cos network; without a recipe, the one of the data's name, or the defaults."""
-    from torchbcos.train import TrainError
+    """Train a network by a recipe, from the paper's or your own."""
+    from torchbcos.recipe import list_recipes, read_recipe
+    from torchbcos.train import TrainError, make_fabric
     from torchbcos.train import train as run_training
-    from torchbcos.training_config import read_recipe
 
-    config = read_recipe(data, recipe, change or [])
+    if show_list:
+        for name, words in list_recipes().items():
+            output.print(f"{name:<40}{words}", highlight=False, markup=False, soft_wrap=True)
+        return
+    if not recipe:
+        fail("a recipe is missing: torchbcos train --list shows all, or name a TOML file.")
+    more = [f"start_from={json.dumps(start_from)}"] if start_from else []
+    config = read_recipe(recipe, data, [*(changes or []), *more])
+    fabric = make_fabric(config.precision, devices, nodes, strategy)
     try:
-        model = run_training(config, out, console=errors, resume=resume, pictures=pictures)
+        model = run_training(
+            config,
+            out,
+            fabric=fabric,
+            console=errors,
+            resume=resume,
+            pictures=pictures,
+            workers=workers,
+        )
     except TrainError as error:
         fail(str(error))
     except KeyboardInterrupt as error:
         errors.print(f"torchbcos: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from error
+    if not fabric.is_global_zero:
+        return
     metrics = model.provenance["metrics"]
     if as_json:
         sys.stdout.write(json.dumps(metrics) + "\n")
@@ -236,7 +272,7 @@ def evaluate(
     split = open_data(data, network.input_size[0])
     if network.classes is not None and network.classes != split.classes:
         fail(f"the model's classes ({', '.join(network.classes[:4])}, …) are not those of {data}.")
-    accuracy, loss = measure(network, split.test.to(device))
+    accuracy, loss = measure(network, split.test)
     if as_json:
         sys.stdout.write(
             json.dumps({"accuracy": accuracy, "loss": loss, "images": len(split.test)}) + "\n"

@@ -1,11 +1,11 @@
-"""Image sets for training and evaluation: in memory on the device, or streamed from a folder."""
+"""Image sets for training and evaluation: in memory on the device, or streamed from files."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +13,20 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from torchbcos.images import ImageError, read_image
+from torchbcos.images import ImageError, read_pixels
 from torchbcos.shapes import Shapes, shapes
 
-__all__ = ["DataError", "ImageFiles", "Images", "Shapes", "Split", "open_data", "shapes"]
-
-_MEMORY_LIMIT = 4 << 30  # bytes of uint8 pixels that `open_data` keeps in memory
+__all__ = [
+    "DataError",
+    "ImageFiles",
+    "ImageSet",
+    "Images",
+    "Shapes",
+    "Split",
+    "default_workers",
+    "open_data",
+    "shapes",
+]
 
 
 class DataError(ValueError):
@@ -36,6 +44,10 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.pixels.shape[2], self.pixels.shape[3]
+
     def to(self, device: torch.device | str) -> Images:
         return Images(self.pixels.to(device), self.labels.to(device), self.skipped)
 
@@ -47,55 +59,103 @@ class Images:
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """A set read from files when it is needed."""
+    """A set read from files when it is needed, each image resized to `size`."""
 
-    files: tuple[Path, ...]
+    files: tuple[str, ...]
     labels: Tensor  # [N]
     size: tuple[int, int]
+    part: float = 1.0  # how much of the largest centred square is seen; see `read_pixels`
+    skipped: tuple[str, ...] = ()  # one sentence for each file left out
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, workers: int = 8, bad: str = "skip") -> Images:
-        """All of it in memory; with bad="fail" a file that cannot be read ends it, by name."""
-        with ThreadPoolExecutor(workers) as pool:
-            read = list(pool.map(self._try_read, range(len(self.files))))
-        skipped = tuple(str(r) for r in read if isinstance(r, ImageError))
-        if skipped and bad == "fail":
-            raise DataError(f"{len(skipped)} of {len(self)} files cannot be read; {skipped[0]}")
-        good = [i for i, r in enumerate(read) if not isinstance(r, ImageError)]
-        pixels = torch.stack([r for r in read if isinstance(r, Tensor)])
-        return Images(pixels, self.labels[good], skipped)
+    def batch(self, indices: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Images in 0..1 and labels; `crops` [N, 4] takes parts as `augment.crops` draws them."""
+        pixels, labels = self.decode(indices, crops)
+        return pixels.float() / 255, labels
 
-    def _try_read(self, index: int) -> Tensor | ImageError:
+    def decode(self, indices: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As `batch`, in bytes."""
+        boxes = [None] * len(indices) if crops is None else crops.tolist()
+        images = [
+            read_pixels(self.files[i], self.size, part=self.part, crop=box)
+            for i, box in zip(indices.tolist(), boxes, strict=True)
+        ]
+        return torch.stack(images), self.labels[indices]
+
+    def read(self, workers: int = 8, bad: str = "fail") -> Images:
+        """All of it in memory; with bad="skip" files that cannot be read are left out."""
+        with ThreadPoolExecutor(workers) as pool:
+            read = list(pool.map(self._try_read, self.files))
+        damaged = {i: str(r) for i, r in enumerate(read) if isinstance(r, ImageError)}
+        good = self.without(damaged, bad)
+        pixels = torch.stack([r for r in read if isinstance(r, Tensor)])
+        return Images(pixels, good.labels, good.skipped)
+
+    def without(self, damaged: dict[int, str], bad: str) -> ImageFiles:
+        """The others, if `bad` is "skip"; an error that names the first, if it is "fail"."""
+        if not damaged:
+            return self
+        if bad == "fail":
+            raise DataError(
+                f"{len(damaged)} of {len(self)} images cannot be read: "
+                f"{next(iter(damaged.values())).removesuffix('.')}; mend or remove them, or set "
+                "bad='skip'."
+            )
+        good = [i for i in range(len(self)) if i not in damaged]
+        if not good:
+            raise DataError(f"none of {len(self)} images can be read: {damaged[0]}")
+        return replace(
+            self,
+            files=tuple(self.files[i] for i in good),
+            labels=self.labels[good],
+            skipped=(*self.skipped, *damaged.values()),
+        )
+
+    def _try_read(self, file: str) -> Tensor | ImageError:
         try:
-            pixels = read_image(self.files[index], self.size)
+            return read_pixels(file, self.size, part=self.part)
         except ImageError as error:
             return error
-        return (pixels * 255).round().to(torch.uint8)
+
+
+ImageSet = Images | ImageFiles
 
 
 @dataclass(frozen=True)
 class Split:
     """A training and a test set of the same classes."""
 
-    train: Images
-    test: Images
+    train: ImageSet
+    test: ImageSet
     classes: tuple[str, ...]
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        return self.train.skipped + self.test.skipped
+
+
+def default_workers() -> int:
+    """How many processes read images when nobody says."""
+    return min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
 
 
 def open_data(
     path: str | os.PathLike[str],
     size: int | None = None,
     *,
-    bad: str = "skip",
-    workers: int | None = None,
+    bad: str = "fail",
+    memory: float = 4.0,
+    part: float = 1.0,
 ) -> Split:
     """A data set by its place: "shapes", a CIFAR-10 folder in any of its formats, or class folders.
 
-    A folder holds `train` and `val` or `test`, each with one folder for each class. Images are read
-    into memory at `size`, by default that of the first. `bad` says what becomes of a file that
-    cannot be read: "skip" it with a count, or "fail".
+    A folder holds `train` and `val` or `test`, each with one folder for each class, with images of
+    any shape. Up to `memory` GiB they are read at once, at `size` (by default that of the first);
+    larger sets are left in their files as `ImageFiles`. `bad` says what becomes of an image that
+    cannot be read, an empty class, and a class that only the test images have: "fail" names it,
+    "skip" leaves it out and says so in `skipped`. `part` is for test images; see `read_pixels`.
     """
     if bad not in ("skip", "fail"):
         raise DataError(f"`bad` (={bad!r}) must be 'skip' or 'fail'.")
@@ -110,7 +170,10 @@ def open_data(
         )
     if (root / "cifar-10-batches-py").is_dir():
         return _cifar_python(root)
-    return _folders(root, size, bad, workers or min(16, (os.cpu_count() or 2) * 2))
+    train, test, classes = _folders(root, size, bad, part)
+    if (len(train) + len(test)) * 3 * train.size[0] * train.size[1] > memory * 2**30:
+        return Split(train, test, classes)
+    return Split(train.read(bad=bad), test.read(bad=bad), classes)
 
 
 def _shapes_split(size: int) -> Split:
@@ -158,44 +221,60 @@ def _cifar_python(root: Path) -> Split:
     return Split(train, test, tuple(sets[0].classes))
 
 
-def _folders(root: Path, size: int | None, bad: str, workers: int) -> Split:
+def _folders(
+    root: Path, size: int | None, bad: str, part: float
+) -> tuple[ImageFiles, ImageFiles, tuple[str, ...]]:
     folder = {name: root / name for name in ("train", "val", "test") if (root / name).is_dir()}
     if "train" not in folder or len(folder) < 2:
         raise DataError(f"{root} must hold the folders train and val (or test).")
     test_folder = folder.get("val") or folder["test"]
-    classes = _class_names(folder["train"])
-    unknown = sorted(set(_class_names(test_folder)) - set(classes))
-    if unknown:
-        raise DataError(f"{test_folder} has the class {unknown[0]!r}, which train lacks.")
-    listed = [_list_files(f, classes) for f in (folder["train"], test_folder)]
-    if size is None:
-        with Image.open(listed[0][0][0]) as first:
-            size = min(first.size)
-    total = sum(len(files) for files, _ in listed) * 3 * size * size
-    if total > _MEMORY_LIMIT:
+    train, test = _files_by_class(folder["train"]), _files_by_class(test_folder)
+
+    skipped: list[str] = []
+    for name in [n for n, files in train.items() if not files]:
+        skipped.append(f"{folder['train'] / name} holds no images: fill it or remove the class.")
+        del train[name]
+    for name in [n for n in test if n not in train]:
+        skipped.append(f"{test_folder} has the class {name!r}, which train lacks: remove it.")
+        del test[name]
+    skipped += [
+        f"{test_folder / name} holds no images: fill it or remove the class."
+        for name, files in test.items()
+        if not files
+    ]
+    if skipped and bad == "fail":
+        raise DataError(skipped[0].removesuffix(".") + ", or set bad='skip'.")
+    if len(train) < 2 or not any(test.values()):
         raise DataError(
-            f"{root} takes {total / 2**30:.1f} GiB at {size} px, more than is kept in memory: "
-            "give a smaller `size`."
+            f"{root} must hold images of at least two classes in train and some in val."
         )
-    train, test = (
-        ImageFiles(tuple(files), labels, (size, size)).read(workers, bad)
-        for files, labels in listed
-    )
-    return Split(train, test, classes)
+    classes = tuple(train)
+    if size is None:
+        with Image.open(train[classes[0]][0]) as first:
+            size = min(first.size)
+    sets = [
+        ImageFiles(
+            tuple(file for name in classes for file in files.get(name, ())),
+            torch.tensor([k for k, name in enumerate(classes) for _ in files.get(name, ())]),
+            (size, size),
+            seen,
+            tuple(words),
+        )
+        for files, seen, words in ((train, 1.0, skipped), (test, part, ()))
+    ]
+    return sets[0], sets[1], classes
 
 
-def _class_names(folder: Path) -> tuple[str, ...]:
-    return tuple(sorted(p.name for p in folder.iterdir() if p.is_dir()))
-
-
-def _list_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tensor]:
-    suffixes = set(Image.registered_extensions())
-    files: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        inside = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in suffixes)
-        if not inside:
-            raise DataError(f"{folder / name} holds no images: fill it or remove the class.")
-        files += inside
-        labels += [label] * len(inside)
-    return files, torch.tensor(labels)
+def _files_by_class(folder: Path) -> dict[str, list[str]]:
+    """The image files below each class's folder, by their suffix; names in their order."""
+    known = Image.registered_extensions().items()
+    suffixes = tuple(suffix for suffix, kind in known if kind in Image.OPEN)
+    return {
+        name: sorted(
+            os.path.join(place, file)  # noqa: PTH118 (a million paths as strings)
+            for place, _, files in os.walk(folder / name)
+            for file in files
+            if file.lower().endswith(suffixes)
+        )
+        for name in sorted(p.name for p in folder.iterdir() if p.is_dir())
+    }

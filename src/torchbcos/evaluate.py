@@ -4,28 +4,45 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchbcos.data import Images
-from torchbcos.models import BcosModel
+from torchbcos.batches import in_order
+from torchbcos.data import ImageSet
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "tally"]
+
+
+def evaluate(model: nn.Module, images: ImageSet, batch: int = 500) -> tuple[float, float]:
+    """(accuracy, mean loss) over a set; the model's mode is as before afterwards."""
+    correct, loss, count = tally(model, images, batch).tolist()
+    return correct / count, loss / count
 
 
 @torch.no_grad()
-def evaluate(model: BcosModel, images: Images, batch: int = 500) -> tuple[float, float]:
-    """(accuracy, mean loss) over a set; the model's mode is as before afterwards."""
-    training = model.training
+def tally(
+    model: nn.Module,
+    images: ImageSet,
+    batch: int = 500,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    workers: int | None = None,
+) -> Tensor:  # [3]
+    """How many are right, the sum of the losses, and how many there are, in one process's share."""
+    training = {module: module.training for module in model.modules()}
+    device = next(model.parameters()).device
+    total = torch.zeros(3, device=device)
     model.eval()
-    correct = loss = torch.zeros((), device=images.labels.device)
     try:
-        for indices in torch.arange(len(images)).split(batch):
-            x, labels = images.batch(indices)
-            logits = model(x.contiguous(memory_format=torch.channels_last))
-            assert isinstance(logits, Tensor)
+        for x, labels, counts in in_order(
+            images, batch, device, rank=rank, world=world, workers=workers
+        ):
+            logits = model(x)
             target = F.one_hot(labels, logits.shape[1]).to(logits.dtype)
-            loss = loss + F.binary_cross_entropy_with_logits(logits, target) * len(labels)
-            correct = correct + (logits.argmax(1) == labels).sum()
+            losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(1)
+            right = logits.argmax(1) == labels
+            total += torch.stack([right * counts, losses * counts, counts.float()]).sum(1)
     finally:
-        model.train(training)
-    return (correct / len(images)).item(), (loss / len(images)).item()
+        for module, mode in training.items():
+            module.training = mode
+    return total

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
+import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-__all__ = ["ImageError", "find_images", "read_image"]
+__all__ = ["ImageError", "check_image", "find_images", "read_image", "read_pixels"]
 
 
 class ImageError(ValueError):
@@ -57,17 +59,68 @@ def read_image(
 
     With `size` = (height, width) the largest centred part of that shape is cut out and resized.
     """
+    return read_pixels(path, size, channels).float() / 255
+
+
+def read_pixels(
+    path: Path | str,
+    size: tuple[int, int] | None = None,
+    channels: int = 3,
+    *,
+    part: float = 1.0,
+    crop: Sequence[float] | None = None,
+) -> Tensor:  # [channels, H, W] uint8
+    """As `read_image`, in bytes.
+
+    `part` is how much of the centred part's height and width stays; 0.875 is usual for ImageNet.
+    `crop` takes another part: its share of the image's area, its width over its height, and in 0..1
+    where it lies between left and right, top and bottom.
+    """
     if channels not in (1, 3):
         raise ImageError(f"{path}: this model takes {channels} channels, image files give 1 or 3.")
+    with _naming(path), Image.open(path) as file:
+        if crop is not None and size is not None:  # a JPEG need not be decoded finer than this
+            left, top, right, bottom = _box(file.size, crop)
+            finest = max(size[1] / (right - left), size[0] / (bottom - top), 1e-9)
+            file.draft(None, (int(file.width * finest), int(file.height * finest)))
+        image = _to_rgb(ImageOps.exif_transpose(file), channels, path)
+        if size is not None:
+            shape = (size[1], size[0])
+            image = (
+                ImageOps.fit(image, shape, Image.Resampling.BILINEAR, bleed=(1 - part) / 2)
+                if crop is None
+                else image.resize(shape, Image.Resampling.BILINEAR, _box(image.size, crop))
+            )
+        pixels = np.array(image)
+    if pixels.ndim == 2:
+        pixels = pixels[:, :, None]
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+def check_image(path: Path | str) -> None:
+    """Raise what reading the image would raise; quicker, as a JPEG is decoded coarsely."""
+    with _naming(path), Image.open(path) as file:
+        file.draft(None, (1, 1))
+        _to_rgb(file, 3, path)
+
+
+def _box(size: tuple[int, int], crop: Sequence[float]) -> tuple[float, float, float, float]:
+    """(left, top, right, bottom) in pixels."""
+    (width, height), (area, ratio, x, y) = size, crop
+    w = min(math.sqrt(area * width * height * ratio), width)
+    h = min(math.sqrt(area * width * height / ratio), height)
+    left, top = x * (width - w), y * (height - h)
+    return left, top, left + w, top + h
+
+
+@contextmanager
+def _naming(path: Path | str) -> Iterator[None]:
+    """Whatever goes wrong with a file becomes an `ImageError` with its name."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             warnings.filterwarnings("ignore", category=UserWarning, module="PIL")
-            with Image.open(path) as file:
-                image = _to_rgb(ImageOps.exif_transpose(file), channels, path)
-                if size is not None:
-                    image = ImageOps.fit(image, (size[1], size[0]), Image.Resampling.BILINEAR)
-                pixels = np.array(image, dtype=np.float32)
+            yield
     except FileNotFoundError as error:
         raise ImageError(f"{path} does not exist: check the name.") from error
     except IsADirectoryError as error:
@@ -85,9 +138,6 @@ def read_image(
     except Exception as error:  # damaged files raise nearly anything in Pillow's decoders
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ImageError(f"{path} is damaged and cannot be decoded ({reason}).") from error
-    if pixels.ndim == 2:
-        pixels = pixels[:, :, None]
-    return torch.from_numpy(pixels / 255).permute(2, 0, 1).contiguous()
 
 
 def _to_rgb(image: Image.Image, channels: int, path: Path | str) -> Image.Image:

@@ -19,7 +19,14 @@ from torchbcos.functional import add_offset
 from torchbcos.layers import BcosLayer
 from torchbcos.presets import paper_preset
 
-__all__ = ["Architecture", "BcosModel", "convert", "create_model", "list_models"]
+__all__ = [
+    "Architecture",
+    "BcosModel",
+    "ConventionalModel",
+    "convert",
+    "create_model",
+    "list_models",
+]
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,25 @@ class BcosModel(nn.Module):
         )
 
 
+class ConventionalModel(BcosModel):
+    """A network as it was before any conversion, with the interface of a B-cos model.
+
+    Colours are normalised as is usual for ImageNet. It is here to be compared with: W(x) of it
+    does not sum up to its output.
+    """
+
+    def __init__(self, network: nn.Module, **arguments: Any) -> None:
+        super().__init__(network, **arguments)
+        self.scaling = "conventional"
+        mean, deviation = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
+        self.register_buffer("mean", mean[:, None, None], persistent=False)
+        self.register_buffer("deviation", deviation[:, None, None], persistent=False)
+
+    def from_encoded(self, encoded: Tensor) -> Tensor | tuple[Tensor, ...]:
+        colours = encoded.chunk(2, dim=1)[0]
+        return self.from_outputs(self.network((colours - self.mean) / self.deviation))
+
+
 def default_logit_bias(num_classes: int | None) -> float:
     """The bias that gives each of K classes the probability 1/K when the network says nothing."""
     return -math.log(num_classes - 1) if num_classes and num_classes > 1 else 0.0
@@ -172,7 +198,8 @@ def create_model(
     """A B-cos model by name: `cifar9`, `mini`, any torchvision classifier, or `timm/NAME`.
 
     `options` go to the architecture, as `growth_rate=22` to a DenseNet. `preset="paper"` sets the
-    paper's γ, T and b; otherwise call `calibrate` before training.
+    paper's γ, T and b; otherwise call `calibrate` before training. `conventional/NAME` is the
+    network of that name as it was, to compare with.
 
     >>> model = create_model("cifar9", b=2.0, max_out=2, preset="paper")
     >>> model(torch.rand(1, 3, 32, 32)).shape
@@ -181,13 +208,20 @@ def create_model(
     if classes is not None and num_classes is None:
         num_classes = len(classes)
     if num_classes is None:
-        num_classes = 10 if name in _OURS else 1000
+        num_classes = 10 if name.removeprefix(_CONVENTIONAL) in _OURS else 1000
     conversion_options = {"b": b, "max_out": max_out, "norm": norm, "head": head, "strict": strict}
+    if name.startswith(_CONVENTIONAL):
+        given = {**conversion_options, "preset": preset}
+        for argument, usual in {**_USUAL, "preset": None}.items():
+            if given[argument] != usual:
+                raise ValueError(
+                    f"`{argument}` (={given[argument]!r}) must be left out for {name}, which has "
+                    "no B-cos layers."
+                )
+        return _conventional(name, {"num_classes": num_classes, **options}, input_size, classes)
     build = _builder(name, {"num_classes": num_classes, **options})
-    if input_size is None and name == "cifar9":
-        input_size = 32
-    if input_size is None and name == "mini":
-        input_size = 48
+    if input_size is None:
+        input_size = _SIZES.get(name)
     conversion = _convert_lazily(build, {**conversion_options, "size": input_size})
     architecture = Architecture(name, {"num_classes": num_classes, **conversion_options, **options})
     model = _model(conversion, classes, architecture)
@@ -236,6 +270,29 @@ def _model(
     return model.train()
 
 
+def _conventional(
+    name: str,
+    options: dict[str, Any],
+    input_size: int | Sequence[int] | None,
+    classes: Sequence[str] | None,
+) -> ConventionalModel:
+    base = name.removeprefix(_CONVENTIONAL)
+    extra: dict[str, Any] = {"cifar9": {"batch_norm": True}}.get(base, {})
+    if base in ("inception_v3", "googlenet"):
+        extra = {"init_weights": True}
+    if input_size is None:
+        input_size = {**_SIZES, "inception_v3": 299}.get(base, 224)
+    height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
+    model = ConventionalModel(
+        _builder(base, {**extra, **options})(),
+        input_size=(height, width),
+        num_classes=options["num_classes"],
+        classes=classes,
+        architecture=Architecture(name, options),
+    )
+    return model.train()
+
+
 def _builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
     if name in _OURS:
         return lambda: _OURS[name](**options)
@@ -280,13 +337,14 @@ def _timm_model(name: str, options: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _cifar9(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+def _cifar9(num_classes: int = 10, in_channels: int = 3, batch_norm: bool = False) -> nn.Module:
     """The conventional network whose B-cos version is the paper's for CIFAR-10."""
     widths = [in_channels, 64, 64, 128, 128, 128, 256, 256, 256]
     strides = [1, 1, 2, 1, 1, 2, 1, 1]
     layers: list[nn.Module] = []
     for before, after, stride in zip(widths, widths[1:], strides, strict=False):
-        layers += [nn.Conv2d(before, after, 3, stride, padding=1), nn.ReLU()]
+        layers.append(nn.Conv2d(before, after, 3, stride, padding=1))
+        layers += [nn.BatchNorm2d(after), nn.ReLU()] if batch_norm else [nn.ReLU()]
     layers += [nn.Conv2d(widths[-1], num_classes, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers)
 
@@ -304,6 +362,9 @@ def _mini(num_classes: int, in_channels: int = 3, width: int = 32) -> nn.Module:
 
 
 _OURS: dict[str, Callable[..., nn.Module]] = {"cifar9": _cifar9, "mini": _mini}
+_SIZES = {"cifar9": 32, "mini": 48}
+_CONVENTIONAL = "conventional/"
+_USUAL = {"b": 2.0, "max_out": 2, "norm": None, "head": "conv", "strict": True}
 
 
 def _convert_lazily(build: Callable[[], nn.Module], options: dict[str, Any]) -> Conversion:

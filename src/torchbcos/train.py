@@ -1,38 +1,37 @@
-"""Train a B-cos model: one loop on Lightning Fabric, one frozen config."""
+"""Train a model: one loop on Lightning Fabric, one frozen config."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
-from torchbcos.augment import AUGMENTATIONS, Draws
-from torchbcos.calibrate import calibrate, first_broken_layer
-from torchbcos.checkpoint import save, write_atomically
-from torchbcos.data import Split, open_data
-from torchbcos.evaluate import evaluate
+from torchbcos.batches import Batches, find_damaged
+from torchbcos.calibrate import calibrate
+from torchbcos.captured import capture
+from torchbcos.checkpoint import load, save
+from torchbcos.data import ImageFiles, Split, open_data
+from torchbcos.evaluate import tally
+from torchbcos.finetune import freeze_all_but_the_head, with_new_head
 from torchbcos.interrupt import told_to_end
 from torchbcos.layers import BcosLayer
-from torchbcos.models import BcosModel, create_model
+from torchbcos.models import BcosModel, ConventionalModel, create_model
+from torchbcos.progress import Journal, Progress
 from torchbcos.training_config import TrainConfig
+from torchbcos.training_state import TrainingState, whole
+from torchbcos.watch import TrainError, Watch
 
-__all__ = ["TrainConfig", "TrainError", "train"]
-
+__all__ = ["TrainConfig", "TrainError", "make_fabric", "train"]
 
 STATE = "state.safetensors"
-
-
-class TrainError(RuntimeError):
-    """Training cannot go on; the message names the step, the layer and the remedy."""
 
 
 def train(
@@ -43,142 +42,261 @@ def train(
     console: Console | None = None,
     resume: bool = False,
     pictures: int = 0,
+    workers: int | None = None,
 ) -> BcosModel:
     """Train as `config` says; `out` receives model.safetensors, metrics.jsonl and the state.
 
     The state is written after every epoch and when the process is told to end; `resume` goes on
     from it, to the same result as if nothing had happened. `pictures` = k draws explanations of
-    the same test images every k epochs.
+    the same test images every k epochs; `workers` processes decode images that are streamed.
+    """
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    fabric = fabric or make_fabric(config.precision)
+    fabric.launch()
+    with _naming_lost_processes(fabric, out):
+        run = _Run(config, out, fabric, console or Console(stderr=True), workers)
+        if resume:
+            run.load_state()
+        run.begin()
+        with told_to_end() as ending, run.progress:
+            batches = run.batches.following(run.state.step)
+            while run.state.step < run.total_steps:
+                run.advance(*next(batches))
+                step = run.state.step
+                if step % run.steps_per_epoch == 0 or step == run.total_steps:
+                    run.close_epoch(pictures)
+                if run.all_told(ending()):
+                    run.save_state()
+                    raise KeyboardInterrupt(
+                        f"stopped after step {step}; resuming goes on from there."
+                    )
+        return run.finished_model()
+
+
+def make_fabric(
+    precision: str = "32-true",
+    devices: int | None = None,
+    nodes: int | None = None,
+    strategy: str = "auto",
+) -> Any:
+    """Lightning's Fabric for one device or, with "ddp" or "fsdp", for several.
+
+    Under torchrun (or `fabric run`) devices and nodes are those it was started with.
     """
     try:
         import lightning
+        from lightning.fabric.strategies import ModelParallelStrategy
     except ImportError as error:
         raise ValueError("training needs more packages: pip install 'torchbcos[train]'.") from error
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    fabric = fabric or lightning.Fabric(devices=1, precision=config.precision)  # type: ignore[arg-type]
-    fabric.launch()
-    run = _Run(config, out, fabric, console or Console(stderr=True))
-    if resume:
-        run.load_state()
-    with told_to_end() as ending:
-        while run.step < run.total_steps:
-            run.advance()
-            if run.step % run.steps_per_epoch == 0 or run.step == run.total_steps:
-                run.close_epoch(pictures)
-            if ending():
-                run.save_state()
-                raise KeyboardInterrupt(
-                    f"stopped after step {run.step}; resuming goes on from there."
-                )
-    return run.finished_model()
+    if strategy not in ("auto", "ddp", "fsdp"):
+        raise ValueError(f"`strategy` (={strategy!r}) must be auto, ddp or fsdp.")
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        devices, nodes = devices or here, nodes or int(os.environ["WORLD_SIZE"]) // here
+    devices, nodes = devices or 1, nodes or 1
+    how: Any = strategy
+    if strategy == "auto" and devices * nodes > 1:
+        how = "ddp"
+    if strategy == "fsdp":
+        how = ModelParallelStrategy(
+            _shard, data_parallel_size=devices * nodes, tensor_parallel_size=1
+        )
+    return lightning.Fabric(devices=devices, num_nodes=nodes, strategy=how, precision=precision)  # type: ignore[arg-type]
+
+
+def _shard(model: nn.Module, mesh: Any) -> nn.Module:
+    """Each B-cos layer's weight in equal parts, one on each device, brought together for its use."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = mesh["data_parallel"]
+    for module in model.modules():
+        if isinstance(module, BcosLayer):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@contextmanager
+def _naming_lost_processes(fabric: Any, out: Path) -> Iterator[None]:
+    """The errors that torch raises when another process has died, as one sentence."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        remedy = f"start the run again with --resume: it goes on from the last state in {out}."
+        if "DataLoader worker" in text and "signal" in text:
+            raise TrainError(
+                f"a process that read images was killed, perhaps for lack of memory; {remedy}"
+            ) from error
+        lost = isinstance(error, torch.distributed.DistError) or "gloo" in text.lower()
+        if fabric.world_size > 1 and lost and not isinstance(error, TrainError):
+            raise TrainError(
+                f"process {fabric.global_rank} of {fabric.world_size} lost the connection to "
+                f"another one, which has ended or cannot be reached; {remedy}"
+            ) from error
+        raise
 
 
 class _Run:
-    """The state of one training and the things done with it."""
+    """One training: its parts, and what is done with them."""
 
-    def __init__(self, config: TrainConfig, out: Path, fabric: Any, console: Console) -> None:
-        self.config, self.out, self.fabric, self.console = config, out, fabric, console
+    def __init__(
+        self, config: TrainConfig, out: Path, fabric: Any, console: Console, workers: int | None
+    ) -> None:
+        self.config, self.out, self.fabric, self.workers = config, out, fabric, workers
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
-        data = open_data(config.data, config.size)
-        self.data = Split(data.train.to(fabric.device), data.test.to(fabric.device), data.classes)
-        if len(data.train) < config.batch:
+        self.data = self._open_data(console)
+        if len(self.data.train) < config.batch:
             raise ValueError(
-                f"`batch` (={config.batch}) must be at most the {len(data.train)} images."
+                f"`batch` (={config.batch}) must be at most the {len(self.data.train)} images."
             )
-        self.steps_per_epoch = len(data.train) // config.batch
+        if config.batch % (fabric.world_size * config.accumulate):
+            raise ValueError(
+                f"`batch` (={config.batch}) must be a multiple of the {fabric.world_size} "
+                f"processes times `accumulate` (={config.accumulate})."
+            )
+        self.batches = Batches(
+            self.data.train, config, fabric.device, **self._place(), workers=workers
+        )
+        self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = max(1, round(config.epochs * self.steps_per_epoch))
-        self.step = 0
-        self._order: tuple[int, Tensor] | None = None  # (epoch, its shuffled indices)
+        shown = console if fabric.is_global_zero else Console(quiet=True)
+        self.progress = Progress(shown, self.total_steps, self.steps_per_epoch, config.batch)
         self.metrics: dict[str, float] = {}
-        self.started = time.monotonic()
+        self.journal: Journal | None = None
 
         torch.manual_seed(config.seed)
-        self.model = create_model(
-            config.arch,
-            classes=data.classes,
-            preset=config.preset,
-            input_size=tuple(data.train.pixels.shape[2:]),
-            **config.options,
-        ).to(fabric.device)
-        if config.preset is None:
-            calibrate(self.model, self._batch(0, whole=True)[0])  # the same in every process
-        self.model.to(memory_format=torch.channels_last)
-        self.averaged = [p.detach().clone() for p in self.model.parameters()] if config.ema else []
-        self.optimiser = self._make_optimiser()
-        self.wrapped, self.stepper = fabric.setup(self.model, self.optimiser)
+        model = self._new_model()
+        self._set_scales(model)
+        model.to(memory_format=torch.channels_last)
+        self.wrapped = fabric.setup_module(model)
         self.forward: Callable[[Tensor], Any] = self.wrapped
         if config.compile:
             self.forward = torch.compile(self.wrapped)
-        self.loss = torch.zeros((), device=fabric.device)  # sums over the epoch, on the device
-        self.correct = torch.zeros((), device=fabric.device)
-        self.replay = self._capture() if self._can_capture() else None
-
-    def _make_optimiser(self) -> torch.optim.Optimizer:
-        c, parameters = self.config, list(self.model.parameters())
-        if c.optimiser == "sgd":
-            return torch.optim.SGD(
-                parameters, c.lr, momentum=c.momentum, weight_decay=c.weight_decay, nesterov=True
+        optimiser = _make_optimiser(config, model, fabric.device)
+        self.stepper = fabric.setup_optimizers(optimiser)
+        averaged = [p.detach().clone() for p in model.parameters()] if config.ema else []
+        sums = [torch.zeros((), device=fabric.device) for _ in range(2)]
+        self.state = TrainingState(model, optimiser, averaged, *sums)
+        self.watch = Watch(model, fabric.device, config.precision)
+        if fabric.device.type == "cuda" and config.precision != "16-mixed":
+            optimiser.found_inf = self.watch.found  # type: ignore[attr-defined]
+        self.update = self._update
+        if self._can_capture():
+            self.update = capture(
+                self._update, *self.batches.at(0), self._changing(), self.state.optimiser
             )
-        kind = torch.optim.Adam if c.optimiser == "adam" else torch.optim.AdamW
-        if self.fabric.device.type == "cuda":
-            rate = torch.tensor(c.lr, device=self.fabric.device)
-            return kind(parameters, rate, weight_decay=c.weight_decay, fused=True, capturable=True)
-        return kind(parameters, c.lr, weight_decay=c.weight_decay)
+
+    def _place(self) -> dict[str, int]:
+        return {"rank": self.fabric.global_rank, "world": self.fabric.world_size}
+
+    def _open_data(self, console: Console) -> Split:
+        """The data; files that will be streamed are looked at first, in the first process."""
+        c = self.config
+        data = open_data(c.data, c.size or None, bad=c.bad, memory=c.memory, part=c.test_part)
+        for part in ("train", "test"):
+            images = getattr(data, part)
+            if isinstance(images, ImageFiles):
+                record = self.out / f"checked-{part}.json"
+                damaged = None
+                if self.fabric.is_global_zero:
+                    console.print(f"{len(images)} {part} images: checking each", highlight=False)
+                    damaged = find_damaged(images, record, self.workers)
+                damaged = self.fabric.broadcast(damaged)
+                data = replace(data, **{part: images.without(damaged, c.bad)})
+        if data.skipped and self.fabric.is_global_zero:
+            console.print(
+                f"skipped {len(data.skipped)}, the first: {data.skipped[0]}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+        return data
+
+    def _new_model(self) -> BcosModel:
+        c, device = self.config, self.fabric.device
+        size = self.data.train.size
+        if c.start_from:
+            model = with_new_head(load(c.start_from), self.data.classes, size).to(device).train()
+            if c.head_only:
+                freeze_all_but_the_head(model)
+            return model
+        return create_model(
+            c.arch,
+            classes=self.data.classes,
+            preset=c.preset or None,
+            input_size=size,
+            **c.options,
+        ).to(device)
+
+    def _set_scales(self, model: BcosModel) -> None:
+        c = self.config
+        if not c.preset and not isinstance(model, ConventionalModel):
+            images = self.batches.at(0, whole=True)[0]  # the same in every process
+            calibrate(model, images, only_temperature=bool(c.start_from))
+
+    def begin(self) -> None:
+        """The last thing before the first step, when it is known which one that is."""
+        if self.fabric.is_global_zero:
+            self.journal = Journal(self.out, self.state.step)
+        self.watch.step.fill_(self.state.step)
+
+    def _can_capture(self) -> bool:
+        c = self.config
+        return (
+            c.cuda_graph
+            and self.fabric.device.type == "cuda"
+            and self.fabric.world_size == 1
+            and c.optimiser != "sgd"
+            and c.precision in ("32-true", "bf16-mixed")
+        )
+
+    def _changing(self) -> list[Tensor]:
+        s = self.state
+        model = [*s.model.parameters(), *s.model.buffers()]
+        return [*model, *s.averaged, s.loss, s.correct, *self.watch.tensors()]
 
     # One step.
 
-    def advance(self) -> None:
-        images, labels = self._batch(self.step)
-        rate = self.config.lr_at(self.step / self.steps_per_epoch)
-        for group in self.optimiser.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-        if self.replay is not None:
-            self.replay(images, labels)
-        else:
-            self._update(images, labels)
-        self.step += 1
-        if self.fabric.device.type == "cpu" or self.step % 50 == 0:
-            self._check_finite(images)
-
-    def _batch(self, step: int, whole: bool = False) -> tuple[Tensor, Tensor]:
-        """This process's share of the step's batch: order and augmentation depend on it alone."""
-        c, device = self.config, self.fabric.device
-        epoch, within = divmod(step, self.steps_per_epoch)
-        if self._order is None or self._order[0] != epoch:
-            order = Generator().manual_seed(c.seed * 1_000_003 + epoch)
-            shuffled = torch.randperm(len(self.data.train), generator=order).to(device)
-            self._order = (epoch, shuffled)
-        world, rank = (1, 0) if whole else (self.fabric.world_size, self.fabric.global_rank)
-        share = slice(rank * c.batch // world, (rank + 1) * c.batch // world)
-        indices = self._order[1][within * c.batch : (within + 1) * c.batch][share]
-        images, labels = self.data.train.batch(indices)
-        draws = Draws(Generator(device).manual_seed(c.seed * 7919 + step), c.batch, share)
-        for name in c.augment:
-            images = AUGMENTATIONS[name](images, draws)
-        return images.contiguous(memory_format=torch.channels_last), labels
+    def advance(self, images: Tensor, labels: Tensor) -> None:
+        state = self.state
+        _set_rate(state.optimiser, self.config.lr_at(state.step / self.steps_per_epoch))
+        self.update(images, labels)
+        state.step += 1
+        if images.is_cuda:
+            self.watch.check(self.wrapped, state.model, images)
+        self.progress.show(state, self.fabric.world_size)
 
     def _update(self, images: Tensor, labels: Tensor) -> None:
-        c = self.config
-        pieces = zip(images.chunk(c.accumulate), labels.chunk(c.accumulate), strict=True)
-        for part, its_labels in pieces:
-            outputs = self.forward(part)
-            loss = self._criterion(outputs, its_labels) / c.accumulate
-            self.fabric.backward(loss)
-            main = outputs[0] if isinstance(outputs, tuple) else outputs
-            self.loss += loss.detach().float()
-            self.correct += (main.detach().argmax(1) == its_labels).sum()
+        c, state = self.config, self.state
+        pieces = list(zip(images.chunk(c.accumulate), labels.chunk(c.accumulate), strict=True))
+        step_loss = torch.zeros_like(state.loss)
+        for i, (part, its_labels) in enumerate(pieces):
+            with self._synchronised_by(i == len(pieces) - 1):
+                outputs = self.forward(part)
+                loss = self._criterion(outputs, its_labels) / c.accumulate
+                self.fabric.backward(loss)
+            main = (outputs[0] if isinstance(outputs, tuple) else outputs).detach()
+            step_loss += loss.detach().float()
+            state.correct += (main.argmax(1) == its_labels).sum()
+        state.loss += step_loss
+        self.watch.look(step_loss, main)
+        if not images.is_cuda:
+            self.watch.check(self.wrapped, state.model, images)
         if c.adaptive_clip:
-            clip_adaptively(self.model, c.adaptive_clip)
+            clip_adaptively(state.model, c.adaptive_clip)
         if c.clip:
             self.fabric.clip_gradients(self.wrapped, self.stepper, max_norm=c.clip)
         self.stepper.step()
         self.stepper.zero_grad()
-        if self.averaged:
-            torch._foreach_lerp_(self.averaged, list(self.model.parameters()), 1 - c.ema)
+        state.average(c.ema)
+
+    def _synchronised_by(self, last: bool) -> Any:
+        """Several processes share their gradients once, with the last piece of a batch."""
+        if last or self.fabric.world_size == 1:
+            return nullcontext()
+        return self.fabric.no_backward_sync(self.wrapped)
 
     def _criterion(self, outputs: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
         main, *others = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -191,199 +309,131 @@ class _Run:
             loss = loss + self.config.auxiliary_weight * extra
         return loss
 
-    # A captured step: the same work as `_update`, launched at once.
-
-    def _can_capture(self) -> bool:
-        c = self.config
-        return (
-            c.cuda_graph
-            and self.fabric.device.type == "cuda"
-            and self.fabric.world_size == 1
-            and c.optimiser != "sgd"
-            and c.precision in ("32-true", "bf16-mixed")
-        )
-
-    def _capture(self) -> Callable[[Tensor, Tensor], None]:
-        images, labels = self._batch(0)
-        kept = [t.detach().clone() for t in self._tensors()]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._update(images, labels)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._update(images, labels)
-        for tensor, value in zip(self._tensors(), kept, strict=True):  # as if nothing had happened
-            tensor.detach().copy_(value)
-        for state in self.optimiser.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    value.zero_()
-
-        def replay(new_images: Tensor, new_labels: Tensor) -> None:
-            images.copy_(new_images)
-            labels.copy_(new_labels)
-            graph.replay()
-
-        return replay
-
-    def _tensors(self) -> list[Tensor]:
-        model = [*self.model.parameters(), *self.model.buffers()]
-        return [*model, *self.averaged, self.loss, self.correct]
-
-    def _check_finite(self, images: Tensor) -> None:
-        if torch.isfinite(self.loss):
-            return
-        raise TrainError(
-            f"the loss is not finite at step {self.step}: "
-            f"{first_broken_layer(self.model, images)}; "
-            "lower `lr`, set `clip`, or recalibrate; bf16 has more range than fp16."
-        )
+    def all_told(self, me: bool) -> bool:
+        """Whether any process was told to end; several ask one another every ten steps."""
+        if self.fabric.world_size == 1:
+            return me
+        if self.state.step % 10:
+            return False
+        asked = torch.tensor(float(me), device=self.fabric.device)
+        return bool(self.fabric.all_reduce(asked, reduce_op="sum") > 0)
 
     # The end of an epoch.
 
     def close_epoch(self, pictures: int) -> None:
-        steps = (self.step - 1) % self.steps_per_epoch + 1
-        accuracy, loss = self._with_average(lambda: evaluate(self.model, self.data.test))
-        seen = steps * self.config.batch
-        line = {
-            "epoch": self.step / self.steps_per_epoch,
-            "step": self.step,
-            "lr": self.config.lr_at(self.step / self.steps_per_epoch),
-            "train_loss": (self.fabric.all_reduce(self.loss) / steps).item(),
-            "train_accuracy": (self.fabric.all_reduce(self.correct, reduce_op="sum") / seen).item(),
-            "test_loss": loss,
-            "test_accuracy": accuracy,
-            "seconds": round(time.monotonic() - self.started, 1),
+        state, c = self.state, self.config
+        steps = (state.step - 1) % self.steps_per_epoch + 1
+        with state.averaged_weights():
+            share = tally(self.wrapped, self.data.test, **self._place(), workers=self.workers)
+            right, loss, count = self.fabric.all_reduce(share, reduce_op="sum").tolist()
+        right_before = self.fabric.all_reduce(state.correct.clone(), reduce_op="sum").item()
+        self.metrics = line = {
+            "epoch": state.step / self.steps_per_epoch,
+            "step": state.step,
+            "lr": c.lr_at(state.step / self.steps_per_epoch),
+            "train_loss": self.fabric.all_reduce(state.loss.clone()).item() / steps,
+            "train_accuracy": right_before / (steps * c.batch),
+            "test_loss": loss / count,
+            "test_accuracy": right / count,
+            "seconds": round(state.seconds, 1),
         }
-        self.loss.zero_()
-        self.correct.zero_()
-        self.metrics = line
-        if self.fabric.is_global_zero:
-            with (self.out / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            self.console.print(
-                f"epoch {line['epoch']:6.1f}  loss {line['train_loss']:.4f}  train "
-                f"{line['train_accuracy']:.2%}  test {accuracy:.2%}  {line['seconds']:.0f} s",
-                highlight=False,
-            )
-            epoch = round(self.step / self.steps_per_epoch)
-            if pictures and epoch % pictures == 0:
-                self._with_average(lambda: self._draw(epoch))
+        state.loss.zero_()
+        state.correct.zero_()
+        if self.journal is not None:
+            self.journal.write(line)
+        self.progress.line(
+            f"epoch {line['epoch']:6.1f}  loss {line['train_loss']:.4f}  train "
+            f"{line['train_accuracy']:.2%}  test {line['test_accuracy']:.2%}  "
+            f"{line['seconds']:.0f} s"
+        )
+        epoch = round(state.step / self.steps_per_epoch)
+        if pictures and epoch % pictures == 0:
+            with state.averaged_weights():
+                model = self._whole_model()
+                if self.fabric.is_global_zero:
+                    self._draw(model, epoch)
         self.save_state()
 
-    def _draw(self, epoch: int) -> None:
+    def _draw(self, model: BcosModel, epoch: int) -> None:
         from torchbcos.explain import explain
         from torchbcos.render import figure
 
-        images, labels = self.data.test.batch(
-            torch.arange(0, len(self.data.test), len(self.data.test) // 6)[:6]
-        )
-        self.model.eval()
-        drawn = figure(images, explain(self.model, images, labels))
+        if isinstance(model, ConventionalModel):
+            return
+        every = max(1, len(self.data.test) // 6)
+        chosen = torch.arange(0, len(self.data.test), every)[:6]
+        images, labels = (t.to(self.fabric.device) for t in self.data.test.batch(chosen))
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        drawn = figure(images, explain(model, images, labels))
         drawn.savefig(self.out / f"epoch-{epoch:03d}.png", dpi=80)
+        for module, mode in modes.items():
+            module.training = mode
 
-    def _with_average(self, do: Callable[[], Any]) -> Any:
-        """Do something with the averaged weights in the model, if there are any."""
-        if not self.averaged:
-            return do()
-        own = [p.detach().clone() for p in self.model.parameters()]
-        try:
-            self._put(self.averaged)
-            return do()
-        finally:
-            self._put(own)
-
-    def _put(self, values: list[Tensor]) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(list(self.model.parameters()), values)
-
-    # State on disk.
+    # What is left on disk.
 
     def save_state(self) -> None:
-        """Everything that a later process needs to go on as if this one had not ended."""
-        if not self.fabric.is_global_zero:
-            return
-        layers = {name: layer.scale for name, layer in self.model.bcos_layers()}
-        about = {
-            "step": self.step,
-            "seconds": time.monotonic() - self.started,
-            "config": self.config.as_json(),
-            "scales": layers,
-            "temperature": self.model.temperature,
-            "scaling": self.model.scaling,
-        }
-        tensors = {name: t.detach().cpu().contiguous() for name, t in self._state().items()}
-        content = safetensors.torch.save(tensors, metadata={"state": json.dumps(about)})
-        write_atomically(self.out / STATE, content)
+        self.watch.wait()
+        for total in (self.state.loss, self.state.correct):  # so that any process may resume them
+            total.copy_(self.fabric.all_reduce(total.clone()))
+        self.state.save(
+            self.out / STATE,
+            self.config,
+            len(self.data.train),
+            write=self.fabric.is_global_zero,
+        )
 
     def load_state(self) -> None:
         path = self.out / STATE
-        if not path.exists():
-            return  # nothing was finished yet: begin
-        try:
-            with safetensors.safe_open(path, "pt") as file:
-                about = json.loads(file.metadata()["state"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is damaged: remove it to begin anew.") from error
-        mine = self.config.as_json()
-        for name, value in about["config"].items():
-            if mine[name] != value:
-                raise ValueError(
-                    f"`{name}` (={mine[name]!r}) must be {value!r}, as in the run to be resumed in "
-                    f"{self.out}: change it back, or choose another folder."
-                )
-        self._create_optimiser_state()
-        own = self._state()
-        with torch.no_grad():
-            for name, value in tensors.items():
-                own[name].copy_(value)
-        for name, layer in self.model.bcos_layers():
-            layer.scale = about["scales"][name]
-        self.model.temperature, self.model.scaling = about["temperature"], about["scaling"]
-        self.step = about["step"]
-        self.started = time.monotonic() - about["seconds"]
-        self._drop_later_metrics()
-
-    def _state(self) -> dict[str, Tensor]:
-        state = {f"model.{name}": t for name, t in self.model.state_dict(keep_vars=True).items()}
-        state |= {f"average.{i}": t for i, t in enumerate(self.averaged)}
-        for i, parameter in enumerate(self.model.parameters()):
-            for key, value in self.optimiser.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    state[f"optimiser.{i}.{key}"] = value
-        return state | {"loss": self.loss, "correct": self.correct}
-
-    def _create_optimiser_state(self) -> None:
-        """Optimisers make their state in the first step: take one that changes nothing."""
-        if self.optimiser.state:
-            return
-        kept = [p.detach().clone() for p in self.model.parameters()]
-        for p in self.model.parameters():
-            p.grad = torch.zeros_like(p)
-        self.optimiser.step()
-        self.optimiser.zero_grad()
-        self._put(kept)
-
-    def _drop_later_metrics(self) -> None:
-        """Lines of epochs that were measured but not kept would stand twice."""
-        path = self.out / "metrics.jsonl"
-        if self.fabric.is_global_zero and path.exists():
-            lines = [line for line in path.read_text().splitlines() if line.strip()]
-            kept = [line for line in lines if json.loads(line)["step"] <= self.step]
-            write_atomically(path, "".join(line + "\n" for line in kept).encode())
+        if path.exists():  # else nothing was finished yet, and this is the beginning
+            self.state.load(path, self.config, len(self.data.train))
 
     def finished_model(self) -> BcosModel:
-        if self.averaged:
-            self._put(self.averaged)
-        self.model.eval()
-        self.model.provenance = {"config": self.config.as_json(), "metrics": self.metrics}
+        if self.state.averaged:
+            self.state.put(self.state.averaged)
+        model = self._whole_model().eval()
+        model.requires_grad_(True)
+        model.provenance = {"config": self.config.as_json(), "metrics": self.metrics}
         if self.fabric.is_global_zero:
-            save(self.model, self.out / "model.safetensors", provenance=self.model.provenance)
-        return self.model
+            save(model, self.out / "model.safetensors")
+        return model
+
+    def _whole_model(self) -> BcosModel:
+        """The model, put together if each process holds only a part of its weights."""
+        mine = self.state.model
+        parts = mine.state_dict()
+        tensors = {name: whole(value) for name, value in parts.items()}
+        if all(tensors[name] is value for name, value in parts.items()):
+            return mine
+        model = self._new_model()
+        model.load_state_dict(tensors)
+        scales = {name: layer.scale for name, layer in mine.bcos_layers()}
+        for name, layer in model.bcos_layers():
+            layer.scale = scales[name]
+        model.temperature, model.scaling = mine.temperature, mine.scaling
+        return model
+
+
+def _make_optimiser(
+    c: TrainConfig, model: nn.Module, device: torch.device
+) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    cuda = device.type == "cuda"
+    common: dict[str, Any] = {"weight_decay": c.weight_decay, "fused": True if cuda else None}
+    if c.optimiser == "sgd":
+        nesterov = c.momentum > 0
+        return torch.optim.SGD(parameters, c.lr, momentum=c.momentum, nesterov=nesterov, **common)
+    kind = torch.optim.Adam if c.optimiser == "adam" else torch.optim.AdamW
+    rate = torch.tensor(c.lr, device=device) if cuda else c.lr  # a captured graph reads a tensor
+    return kind(parameters, rate, capturable=cuda, **common)
+
+
+def _set_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimiser.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def clip_adaptively(model: nn.Module, limit: float) -> None:

@@ -1,31 +1,34 @@
-"""What a training does, as one frozen object; made from recipes and changes to them."""
+"""What a training does, as one frozen object."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+from torchbcos._arguments import is_int
 from torchbcos.augment import AUGMENTATIONS
 
-__all__ = ["TrainConfig", "read_recipe"]
+__all__ = ["TrainConfig"]
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything that decides the result. Defaults are the paper's for CIFAR-10."""
 
-    data: str
-    arch: str = "cifar9"
+    data: str  # "shapes", or a folder
+    arch: str = "cifar9"  # for create_model; "conventional/NAME" for the network as it was
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for create_model
-    preset: str | None = None  # "paper", or None to calibrate on the first batch
-    size: int | None = None  # pixels; None for the data's own
+    preset: str = ""  # "paper", or "" to calibrate on the first batch
+    start_from: str = ""  # a checkpoint to fine-tune, or ""; then arch and options are its own
+    head_only: bool = False  # with start_from: train nothing but the classifier
+    size: int = 0  # pixels; 0 for the data's own
+    test_part: float = 1.0  # of a test image's height and width, as read from files
+    bad: str = "fail"  # or "skip": what becomes of images that cannot be read
+    memory: float = 4.0  # GiB of pixels that are kept in memory; larger sets are streamed
     epochs: float = 100
     batch: int = 64
     optimiser: str = "adam"  # adam, adamw or sgd
@@ -33,10 +36,12 @@ class TrainConfig:
     lr_end: float = 1e-5
     schedule: str = "cosine"  # or "step": ÷10 at each milestone
     milestones: tuple[float, ...] = ()  # epochs
-    warmup: float = 0  # epochs of linear increase from lr_end
+    warmup: float = 0  # epochs of linear increase
+    warmup_lr: float = 1e-5  # where it begins
     weight_decay: float = 0.0
     momentum: float = 0.9  # of sgd
     augment: tuple[str, ...] = ("flip", "padded_crop")
+    crop_area: float = 0.25  # the smallest share of an image that resized_crop keeps
     label_smoothing: float = 0.0
     auxiliary_weight: float = 1.0
     ema: float = 0.0  # decay of the averaged weights; 0 for none
@@ -53,26 +58,42 @@ class TrainConfig:
         def refuse(name: str, rule: str) -> None:
             raise ValueError(f"`{name}` (={getattr(self, name)!r}) must be {rule}.")
 
-        if self.optimiser not in ("adam", "adamw", "sgd"):
-            refuse("optimiser", "adam, adamw or sgd")
-        if self.schedule not in ("cosine", "step"):
-            refuse("schedule", "cosine or step")
+        for name, kind in get_type_hints(TrainConfig).items():
+            fits, words = _KINDS[str(kind)]
+            if not fits(getattr(self, name)):
+                refuse(name, words)
+        choices = {
+            "preset": ("", "paper"),
+            "bad": ("fail", "skip"),
+            "optimiser": ("adam", "adamw", "sgd"),
+            "schedule": ("cosine", "step"),
+            "precision": ("32-true", "bf16-mixed", "16-mixed"),
+        }
+        for name, values in choices.items():
+            if getattr(self, name) not in values:
+                refuse(name, " or ".join(map(repr, values)))
         for name in ("batch", "accumulate"):
             if getattr(self, name) < 1:
                 refuse(name, "at least 1")
-        if self.epochs <= 0:
-            refuse("epochs", "above 0")
-        if not 0 < self.lr < math.inf:
-            refuse("lr", "a positive number")
-        if not 0 <= self.ema < 1:
-            refuse("ema", "from 0 to below 1")
-        if not 0 <= self.label_smoothing < 1:
-            refuse("label_smoothing", "from 0 to below 1")
+        for name in ("epochs", "lr", "crop_area", "test_part"):
+            if not 0 < getattr(self, name) < math.inf:
+                refuse(name, "above 0")
+        for name in ("crop_area", "test_part"):
+            if getattr(self, name) > 1:
+                refuse(name, "at most 1")
+        for name in ("size", "memory", "lr_end", "warmup", "weight_decay", "clip", "adaptive_clip"):
+            if not getattr(self, name) >= 0:
+                refuse(name, "0 or more")
+        for name in ("ema", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                refuse(name, "from 0 to below 1")
         for name in self.augment:
             if name not in AUGMENTATIONS:
                 refuse("augment", f"names among {', '.join(AUGMENTATIONS)}")
         if self.batch % self.accumulate:
             refuse("accumulate", f"a divisor of the batch, {self.batch}")
+        if self.head_only and not self.start_from:
+            refuse("head_only", "false unless `start_from` names a checkpoint")
 
     def as_json(self) -> dict[str, Any]:
         """The settings as JSON gives them back, with lists for tuples."""
@@ -82,49 +103,33 @@ class TrainConfig:
     def lr_at(self, epoch: float) -> float:
         """The learning rate at a point in time, in epochs."""
         if epoch < self.warmup:
-            return self.lr_end + (self.lr - self.lr_end) * epoch / self.warmup
+            return self.warmup_lr + (self.lr - self.warmup_lr) * epoch / self.warmup
         if self.schedule == "step":
             return float(self.lr * 0.1 ** sum(epoch >= m for m in self.milestones))
         done = (epoch - self.warmup) / max(self.epochs - self.warmup, 1e-9)
         return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * min(done, 1))) / 2
 
 
-def read_recipe(data: str, recipe: str = "", changes: Sequence[str] = ()) -> TrainConfig:
-    """A config from a recipe's name or TOML file, with changes such as "lr=3e-4"."""
-    known = {p.name.removesuffix(".toml"): p for p in _recipe_folder().iterdir()}
-    if not recipe:
-        text = known[data].read_text() if data in known else ""
-    elif recipe in known:
-        text = known[recipe].read_text()
-    elif Path(recipe).is_file():
-        text = Path(recipe).read_text()
-    else:
-        raise ValueError(
-            f"`recipe` (={recipe!r}) must be a TOML file or one of {', '.join(sorted(known))}."
-        )
-    try:
-        settings = tomllib.loads(text)
-        for change in changes:
-            settings |= _setting(change)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"`recipe` (={recipe!r}) is no valid TOML: {error}.") from error
-    names = {f.name for f in dataclasses.fields(TrainConfig)} - {"data"}
-    for name in settings:
-        if name not in names:
-            raise ValueError(f"`{name}` is no setting: choose among {', '.join(sorted(names))}.")
-    lists = {k: tuple(v) for k, v in settings.items() if isinstance(v, list)}
-    return TrainConfig(data, **{**settings, **lists})
+def _is_number(value: object) -> bool:
+    return is_int(value) or isinstance(value, float)
 
 
-def _recipe_folder() -> Any:
-    return resources.files("torchbcos") / "recipes"
-
-
-def _setting(change: str) -> dict[str, Any]:
-    name, found, value = change.partition("=")
-    if not found:
-        raise ValueError(f"`--set` (={change!r}) must be name=value, as in lr=3e-4.")
-    try:
-        return tomllib.loads(f"{name} = {value}")
-    except tomllib.TOMLDecodeError:
-        return {name.strip(): value}  # a bare word is text
+#: For each type of a setting: does a value fit, and how to say what would.
+_KINDS = {
+    "<class 'str'>": (lambda v: isinstance(v, str), "a text"),
+    "<class 'bool'>": (lambda v: isinstance(v, bool), "true or false"),
+    "<class 'int'>": (is_int, "a whole number"),
+    "<class 'float'>": (_is_number, "a number"),
+    "tuple[float, ...]": (
+        lambda v: isinstance(v, tuple) and all(map(_is_number, v)),
+        "a list of numbers",
+    ),
+    "tuple[str, ...]": (
+        lambda v: isinstance(v, tuple) and all(isinstance(x, str) for x in v),
+        "a list of names",
+    ),
+    "collections.abc.Mapping[str, typing.Any]": (
+        lambda v: isinstance(v, Mapping),
+        "a table, as in options.b=1.5",
+    ),
+}

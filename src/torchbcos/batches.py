@@ -1,0 +1,258 @@
+"""Batches of an image set, for training by step and for evaluation in order.
+
+Sets in memory are cut and augmented on their device. Files are decoded by worker processes some
+batches ahead, copied to the device while it computes, and augmented there; only the random resized
+crop is taken where the file is decoded, from all of its pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from torchbcos.augment import AUGMENTATIONS, Draws, crops, resized_crop
+from torchbcos.checkpoint import write_atomically
+from torchbcos.data import DataError, ImageFiles, Images, ImageSet, default_workers
+from torchbcos.images import ImageError, check_image
+from torchbcos.training_config import TrainConfig
+
+__all__ = ["Batches", "find_damaged", "in_order"]
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Batches:
+    """This process's share of every batch of a training.
+
+    Which images a batch holds, and what is done to each, depends on the seed and the step alone:
+    not on earlier steps, the device, the number of processes or of workers.
+    """
+
+    def __init__(
+        self,
+        images: ImageSet,
+        config: TrainConfig,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        workers: int | None = None,
+    ) -> None:
+        self.images = images.to(device) if isinstance(images, Images) else images
+        self.config, self.device = config, device
+        self.steps_per_epoch = len(images) // config.batch
+        self._workers = default_workers() if workers is None else workers
+        self._share = slice(rank * config.batch // world, (rank + 1) * config.batch // world)
+        self._order: tuple[int, Tensor] | None = None  # (epoch, its shuffled indices)
+
+    def at(self, step: int, *, whole: bool = False) -> Batch:
+        """Images [n, C, H, W] in 0..1 and labels; with `whole` those of all processes."""
+        rows = slice(None) if whole else self._share
+        indices, parts = self._plan(step, rows)
+        if isinstance(self.images, Images):
+            images, labels = self.images.batch(indices)
+        else:
+            images, labels = (t.to(self.device) for t in self.images.batch(indices, parts))
+        return self._augmented(images, step, rows), labels
+
+    def following(self, step: int) -> Iterator[Batch]:
+        """The batches from `step` on, without an end."""
+        if isinstance(self.images, Images):
+            while True:
+                yield self.at(step)
+                step += 1
+        loader = _loader(_Decoder(self.images), _Plans(self, step), self._workers, self.device)
+        for pixels, labels in _ahead(loader, self.device):
+            yield self._augmented(pixels.float() / 255, step, self._share), labels
+            step += 1
+
+    def _plan(self, step: int, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """The indices of a batch's images and, for files, the part of each that is decoded."""
+        c = self.config
+        epoch, within = divmod(step, self.steps_per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            shuffled = torch.randperm(len(self.images), generator=_generator(c.seed, epoch, -1))
+            in_memory = isinstance(self.images, Images)
+            self._order = (epoch, shuffled.to(self.device) if in_memory else shuffled)
+        indices = self._order[1][within * c.batch : (within + 1) * c.batch][rows]
+        if isinstance(self.images, Images) or "resized_crop" not in c.augment:
+            return indices, None
+        return indices, crops(self._draws(step, "resized_crop", rows, "cpu"), (c.crop_area, 1.0))
+
+    def _augmented(self, images: Tensor, step: int, rows: slice) -> Tensor:
+        for name in self.config.augment:
+            if name != "resized_crop":
+                change: Callable[[Tensor, Draws], Tensor] = AUGMENTATIONS[name]
+            elif isinstance(self.images, Images):
+                change = partial(resized_crop, scale=(self.config.crop_area, 1.0))
+            else:
+                continue  # taken while decoding
+            images = change(images, self._draws(step, name, rows, self.device))
+        return images.contiguous(memory_format=torch.channels_last)
+
+    def _draws(self, step: int, name: str, rows: slice, device: torch.device | str) -> Draws:
+        generator = _generator(self.config.seed, step, list(AUGMENTATIONS).index(name))
+        return Draws(generator, self.config.batch, rows, device)
+
+
+def in_order(
+    images: ImageSet,
+    size: int,
+    device: torch.device,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    workers: int | None = None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Images, labels and whether each counts, for every `world`-th image.
+
+    All processes get equally many; where that does not come out even, the last ones do not count.
+    """
+    rounds = -(-len(images) // world)
+    numbers = torch.arange(rank, rounds * world, world)
+    chunks = numbers.clamp(max=len(images) - 1).split(size)
+    counted = (numbers < len(images)).split(size)
+    if isinstance(images, Images):
+        batches: Iterable[Batch] = (images.batch(chunk) for chunk in chunks)
+    else:
+        count = min(default_workers() if workers is None else workers, len(chunks))
+        plans = [(chunk, None) for chunk in chunks]
+        loaded = _ahead(_loader(_Decoder(images), plans, count, device), device)
+        batches = ((pixels.float() / 255, labels) for pixels, labels in loaded)
+    for (x, labels), counts in zip(batches, counted, strict=True):
+        x = x.to(device).contiguous(memory_format=torch.channels_last)
+        yield x, labels.to(device), counts.to(device)
+
+
+def find_damaged(
+    images: ImageFiles, record: Path | None = None, workers: int | None = None
+) -> dict[int, str]:
+    """A sentence for each file that cannot be read, by its index.
+
+    What was found is kept in `record`, if given, and not searched again for the same file names.
+    """
+    digest = hashlib.sha256("\0".join(images.files).encode()).hexdigest()
+    if record is not None and record.exists():
+        known = json.loads(record.read_text())
+        if known["files"] == digest:
+            return {int(i): words for i, words in known["damaged"].items()}
+    chunks = [range(i, min(i + 256, len(images))) for i in range(0, len(images), 256)]
+    count = min(default_workers() if workers is None else workers, len(chunks))
+    checked = _loader(_Checker(images), chunks, count, torch.device("cpu"))
+    damaged = {i: words for part in checked for i, words in part.items()}
+    if record is not None:
+        text = json.dumps({"files": digest, "damaged": damaged}, indent=1)
+        write_atomically(record, text.encode())
+    return damaged
+
+
+def _generator(seed: int, number: int, stream: int) -> Generator:
+    """Random numbers of their own for each (seed, step or epoch, purpose)."""
+    digest = hashlib.blake2b(f"{seed} {number} {stream}".encode(), digest_size=8).digest()
+    return Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+class _Decoder(Dataset[Batch | str]):
+    """Decodes the planned batch; where that fails the sentence is the result."""
+
+    def __init__(self, images: ImageFiles) -> None:
+        self.images = images
+
+    def __getitem__(self, plan: Any) -> Batch | str:
+        try:
+            return self.images.decode(*plan)
+        except ImageError as error:
+            return str(error)
+
+
+class _Checker(Dataset[dict[int, str]]):
+    def __init__(self, images: ImageFiles) -> None:
+        self.images = images
+
+    def __getitem__(self, chunk: Any) -> dict[int, str]:
+        damaged = {}
+        for index in chunk:
+            try:
+                check_image(self.images.files[index])
+            except ImageError as error:
+                damaged[index] = str(error)
+        return damaged
+
+
+class _Plans:
+    """What to decode for the batches from a step on."""
+
+    def __init__(self, batches: Batches, step: int) -> None:
+        self.batches, self.step = batches, step
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        step = self.step
+        while True:
+            yield self.batches._plan(step, self.batches._share)
+            step += 1
+
+
+def _loader(
+    dataset: Dataset[Any], plans: Any, workers: int, device: torch.device
+) -> DataLoader[Any]:
+    return DataLoader(
+        dataset,
+        batch_size=None,  # each plan is a whole batch
+        sampler=plans,
+        num_workers=workers,
+        prefetch_factor=2 if workers else None,
+        pin_memory=device.type == "cuda",
+        collate_fn=_unchanged,
+        worker_init_fn=_ignore_interrupt,
+    )
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def _ignore_interrupt(_: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that trains answers to Ctrl-C
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _ahead(loader: Iterable[Batch | str], device: torch.device) -> Iterator[Batch]:
+    """Batches on the device; on a GPU the next one is copied while this one is worked on."""
+    if device.type != "cuda":
+        yield from map(_checked, loader)
+        return
+    side = torch.cuda.Stream(device)
+    coming: tuple[Batch, torch.cuda.Event] | None = None
+
+    def arrived(moved: Batch, done: torch.cuda.Event) -> Batch:
+        now = torch.cuda.current_stream(device)
+        now.wait_event(done)
+        for tensor in moved:
+            tensor.record_stream(now)
+        return moved
+
+    for item in loader:
+        pixels, labels = _checked(item)
+        with torch.cuda.stream(side):
+            moved = pixels.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            done = side.record_event()
+        if coming is not None:
+            yield arrived(*coming)
+        coming = moved, done
+    if coming is not None:
+        yield arrived(*coming)
+
+
+def _checked(item: Batch | str) -> Batch:
+    if isinstance(item, str):
+        raise DataError(item)
+    return item

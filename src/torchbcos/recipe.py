@@ -1,0 +1,99 @@
+"""Recipes: TOML files that make a `TrainConfig`, each for one experiment."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from torchbcos.training_config import TrainConfig
+
+__all__ = ["list_recipes", "read_recipe"]
+
+
+def read_recipe(recipe: str, data: str = "", changes: Sequence[str] = ()) -> TrainConfig:
+    """A config from a recipe's name or TOML file, with changes such as "lr=3e-4".
+
+    A recipe may name another as its `base`, whose settings are its own unless it says otherwise.
+
+    >>> read_recipe("cifar10-b1.25", "data/cifar10", ["options.max_out=1"]).options
+    {'b': 1.25, 'max_out': 1}
+    """
+    settings = _settings(recipe)
+    for change in changes:
+        settings = _merged(settings, _setting(change))
+    if data:
+        settings["data"] = data
+    if not settings.get("data"):
+        raise ValueError(f"`--data` is missing: the recipe {recipe!r} needs a folder of images.")
+    names = {f.name for f in dataclasses.fields(TrainConfig)}
+    for name in settings:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 3) or sorted(names)
+            raise ValueError(f"`{name}` is no setting: choose among {', '.join(close)}.")
+    lists = {k: tuple(v) for k, v in settings.items() if isinstance(v, list)}
+    return TrainConfig(**{**settings, **lists})
+
+
+def list_recipes() -> dict[str, str]:
+    """The name of each recipe and what it is for, from its first line.
+
+    >>> list_recipes()["shapes"]
+    'The synthetic shapes, on two CPU cores in two minutes'
+    """
+    return {
+        name: path.read_text().split("\n")[0].removeprefix("#").strip().removesuffix(".")
+        for name, path in sorted(_bundled().items())
+    }
+
+
+def _bundled() -> dict[str, Path]:
+    folder = Path(str(resources.files("torchbcos"))) / "recipes"
+    return {path.name.removesuffix(".toml"): path for path in folder.glob("*.toml")}
+
+
+def _settings(recipe: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    bundled = _bundled()
+    path = bundled.get(recipe, Path(recipe))
+    if not path.is_file():
+        close = difflib.get_close_matches(recipe, bundled, 3) or ["shapes", "cifar10"]
+        raise ValueError(
+            f"`recipe` (={recipe!r}) must be a TOML file or a recipe's name: did you mean "
+            f"{' or '.join(close)}? torchbcos train --list shows all."
+        )
+    try:
+        settings = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"`recipe` (={recipe!r}) is no valid TOML: {error}.") from error
+    base = settings.pop("base", None)
+    if base is None:
+        return settings
+    if not isinstance(base, str) or base in above:
+        raise ValueError(f"`base` (={base!r}) of {recipe} must be the name of another recipe.")
+    below = _settings(base, (*above, recipe))
+    if settings.get("arch", below.get("arch")) != below.get("arch"):
+        below.pop("options", None)  # they were for another network
+    return _merged(below, settings)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` over `below`; tables are merged key by key."""
+    merged = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, dict) and isinstance(below.get(name), dict)
+        merged[name] = _merged(below[name], value) if both else value
+    return merged
+
+
+def _setting(change: str) -> dict[str, Any]:
+    name, found, value = change.partition("=")
+    if not found:
+        raise ValueError(f"`{change}` must be name=value, as in lr=3e-4.")
+    try:
+        return tomllib.loads(f"{name} = {value}")
+    except tomllib.TOMLDecodeError:
+        return {name.strip(): value.strip()}  # a bare word is text

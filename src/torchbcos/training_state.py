@@ -1,0 +1,140 @@
+"""All that changes during a training, and its file: enough to go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchbcos.checkpoint import write_atomically
+from torchbcos.models import BcosModel
+from torchbcos.training_config import TrainConfig
+
+__all__ = ["TrainingState", "whole"]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or all of it if this process holds only a shard."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass
+class TrainingState:
+    model: BcosModel
+    optimiser: torch.optim.Optimizer
+    averaged: list[Tensor]  # the averaged weights, if there are any
+    loss: Tensor  # sums over the epoch, on the device
+    correct: Tensor
+    step: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def save(self, path: Path, config: TrainConfig, images: int, *, write: bool = True) -> None:
+        """Every process calls this, for the shards; those that `write` write the file."""
+        about = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "config": config.as_json(),
+            "images": images,
+            "scales": {name: layer.scale for name, layer in self.model.bcos_layers()},
+            "temperature": self.model.temperature,
+            "scaling": self.model.scaling,
+        }
+        tensors = {n: whole(t.detach()).cpu().contiguous() for n, t in self._tensors().items()}
+        if write:
+            content = safetensors.torch.save(tensors, metadata={"state": json.dumps(about)})
+            write_atomically(path, content)
+
+    def load(self, path: Path, config: TrainConfig, images: int) -> None:
+        """Take over a state of the same config and data, or say what differs."""
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                about = json.loads(file.metadata()["state"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: remove it to begin anew.") from error
+        mine = config.as_json()
+        for name, value in about["config"].items():
+            if mine.get(name) != value:
+                raise ValueError(
+                    f"`{name}` (={mine.get(name)!r}) must be {value!r}, as in the run to be "
+                    f"resumed in {path.parent}: change it back, or choose another folder."
+                )
+        if about["images"] != images:
+            raise ValueError(
+                f"`data` (={config.data!r}) holds {images} images for training, but had "
+                f"{about['images']} in the run to be resumed in {path.parent}: choose another "
+                "folder, or bring the data back."
+            )
+        self._create_optimiser_state()
+        own = self._tensors()
+        with torch.no_grad():
+            for name, value in tensors.items():
+                _fill(own[name], value)
+        for name, layer in self.model.bcos_layers():
+            layer.scale = about["scales"][name]
+        self.model.temperature, self.model.scaling = about["temperature"], about["scaling"]
+        self.step = about["step"]
+        self.started = time.monotonic() - about["seconds"]
+
+    def average(self, decay: float) -> None:
+        if self.averaged:
+            torch._foreach_lerp_(self.averaged, list(self.model.parameters()), 1 - decay)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """The averaged weights are in the model, if there are any, while this context lasts."""
+        if not self.averaged:
+            yield
+            return
+        own = [p.detach().clone() for p in self.model.parameters()]
+        try:
+            self.put(self.averaged)
+            yield
+        finally:
+            self.put(own)
+
+    def put(self, values: list[Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.model.parameters()), values)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        state = {f"model.{name}": t for name, t in self.model.state_dict(keep_vars=True).items()}
+        state |= {f"average.{i}": t for i, t in enumerate(self.averaged)}
+        for i, parameter in enumerate(self.model.parameters()):
+            for key, value in self.optimiser.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    state[f"optimiser.{i}.{key}"] = value
+        return state | {"loss": self.loss, "correct": self.correct}
+
+    def _create_optimiser_state(self) -> None:
+        """Optimisers make their state in the first step: take one that changes nothing."""
+        if self.optimiser.state:
+            return
+        trained: list[Any] = [p for group in self.optimiser.param_groups for p in group["params"]]
+        kept = [p.detach().clone() for p in trained]
+        for p in trained:
+            p.grad = torch.zeros_like(p)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(trained, kept)
+
+
+def _fill(own: Tensor, value: Tensor) -> None:
+    if isinstance(own, DTensor):
+        value = distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
+    own.copy_(value)
