@@ -7,6 +7,7 @@ from torchbcos.augment import (
     Draws,
     colour_jitter,
     flip,
+    lighting,
     padded_crop,
     rand_augment,
     resized_crop,
@@ -89,3 +90,19 @@ def test_rand_augment_changes_most_images():
     x = images(60)
     changed = (rand_augment(x, draws(60)) != x).flatten(1).any(1)
     assert changed.float().mean() > 0.8
+
+
+def test_lighting_moves_all_pixels_of_an_image_along_the_axes_of_colour():
+    x = images(2000, 4) * 0.2 + 0.4  # far from black and white
+    moved = lighting(x, draws(2000)) - x
+    assert torch.allclose(moved, moved[:, :, :1, :1].expand_as(moved), atol=1e-6)
+    spread = torch.linalg.eigvalsh(torch.cov(moved[:, :, 0, 0].T)).sqrt().flip(0)
+    expected = 0.1 * torch.tensor([0.2175, 0.0188, 0.0045])
+    assert torch.allclose(spread, expected, rtol=0.1)
+
+
+def test_every_device_and_process_draws_the_same_numbers():
+    whole = draws(8).uniform(0, 1)
+    assert torch.equal(draws(8, slice(2, 5)).uniform(0, 1), whole[2:5])
+    on_meta = Draws(torch.Generator().manual_seed(0), 8, device="meta").normal(3)
+    assert (on_meta.shape, on_meta.device.type) == ((8, 3), "meta")

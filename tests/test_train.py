@@ -4,61 +4,26 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch
-from rich.console import Console
 from torch import nn
 
 import torchbcos as tb
-from torchbcos import data, train
+from torchbcos import train
 from torchbcos.checkpoint import load
 from torchbcos.evaluate import evaluate
-from torchbcos.training_config import TrainConfig
+from training import QUIET, assert_same_weights, config, few_shapes, weights
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*:DeprecationWarning:lightning.*",
     "ignore:.*:UserWarning:lightning.*",
     "ignore:.*:FutureWarning:lightning.*",
 )
-QUIET = Console(quiet=True)
-
-
-def few_shapes(size=24, count=48):
-    drawn = [data.shapes(n, size=size, seed=s) for n, s in ((count, 1), (16, 2))]
-    sets = [data.Images((d.images * 255).round().to(torch.uint8), d.labels) for d in drawn]
-    return data.Split(*sets, drawn[0].classes)
 
 
 @pytest.fixture
 def little_data(monkeypatch):
     monkeypatch.setattr(train, "open_data", lambda *_, **__: few_shapes())
-
-
-def config(**changes):
-    settings = {
-        "data": "shapes",
-        "arch": "mini",
-        "options": {"width": 4, "max_out": 1},
-        "epochs": 3,
-        "batch": 16,
-        "augment": ("flip", "padded_crop", "colour_jitter"),
-        "cuda_graph": False,
-    }
-    return TrainConfig(**{**settings, **changes})
-
-
-def weights(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def assert_same_weights(a, b):
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        assert torch.equal(value, b[name]), name
 
 
 @pytest.mark.parametrize(
@@ -105,33 +70,6 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(little_data, tmp_path
     ]
     for one, other in zip(*lines, strict=True):
         assert {**one, "seconds": 0} == {**other, "seconds": 0}
-
-
-def test_a_killed_process_resumes_to_the_same_weights(tmp_path):
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import sys, os, signal\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import test_train as t\n"
-        "t.train.open_data = lambda *_: t.few_shapes()\n"
-        "kill_at = int(sys.argv[2])\n"
-        "advance = t.train._Run.advance\n"
-        "def step(run):\n"
-        "    if run.step == kill_at: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    advance(run)\n"
-        "t.train._Run.advance = step\n"
-        "t.train.train(t.config(), sys.argv[1], console=t.QUIET, resume=True)\n"
-    )
-
-    def run(folder, kill_at):
-        command = [sys.executable, str(script), str(tmp_path / folder), str(kill_at)]
-        return subprocess.run(command, check=False, capture_output=True).returncode
-
-    assert run("whole", -1) == 0
-    assert [run("killed", step) for step in (1, 5, 7)] == [-signal.SIGKILL] * 3
-    assert run("killed", -1) == 0
-    results = [weights(load(tmp_path / f / "model.safetensors")) for f in ("whole", "killed")]
-    assert_same_weights(*results)
 
 
 def test_resuming_with_another_setting_is_refused(little_data, tmp_path):
@@ -220,27 +158,6 @@ def test_wrong_settings_are_named(changes, words):
     with pytest.raises(ValueError, match=words) as error:
         config(**changes)
     assert f"`{next(iter(changes))}`" in str(error.value)
-
-
-def test_two_processes_train_as_one(tmp_path):
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import sys\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import torch, lightning, test_train as t\n"
-        "torch.set_num_threads(1)\n"
-        "t.train.open_data = lambda *_: t.few_shapes()\n"
-        "n = int(sys.argv[2])\n"
-        "f = lightning.Fabric(accelerator='cpu', devices=n, strategy='ddp' if n > 1 else 'auto')\n"
-        "t.train.train(t.config(epochs=2), sys.argv[1], console=t.QUIET, fabric=f)\n"
-    )
-    for count in (1, 2):
-        command = [sys.executable, str(script), str(tmp_path / str(count)), str(count)]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr[-2000:]
-    one, two = (weights(load(tmp_path / str(n) / "model.safetensors")) for n in (1, 2))
-    for name, value in one.items():
-        torch.testing.assert_close(value, two[name], rtol=1e-3, atol=1e-4)
 
 
 def test_the_explanation_mode_is_off_after_training(little_data, tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -201,19 +202,22 @@ class _Plans:
             step += 1
 
 
-def _loader(
-    dataset: Dataset[Any], plans: Any, workers: int, device: torch.device
-) -> DataLoader[Any]:
-    return DataLoader(
-        dataset,
-        batch_size=None,  # each plan is a whole batch
-        sampler=plans,
-        num_workers=workers,
-        prefetch_factor=2 if workers else None,
-        pin_memory=device.type == "cuda",
-        collate_fn=_unchanged,
-        worker_init_fn=_ignore_interrupt,
-    )
+def _loader(dataset: Dataset[Any], plans: Any, workers: int, device: torch.device) -> Iterator[Any]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "This DataLoader will create"
+        )  # more than there are cores
+        loader = DataLoader(
+            dataset,
+            batch_size=None,  # each plan is a whole batch
+            sampler=plans,
+            num_workers=workers,
+            prefetch_factor=2 if workers else None,
+            pin_memory=device.type == "cuda",
+            collate_fn=_unchanged,
+            worker_init_fn=_ignore_interrupt,
+        )
+        return iter(loader)
 
 
 def _unchanged(item: Any) -> Any:

@@ -217,8 +217,9 @@ def train(
     show_list: Annotated[bool, typer.Option("--list", help="Show all recipes.")] = False,
 ) -> None:
     """Train a network by a recipe, from the paper's or your own."""
+    from torchbcos.processes import make_fabric
     from torchbcos.recipe import list_recipes, read_recipe
-    from torchbcos.train import TrainError, make_fabric
+    from torchbcos.train import TrainError
     from torchbcos.train import train as run_training
 
     if show_list:

@@ -129,6 +129,9 @@ class ConventionalModel(BcosModel):
     does not sum up to its output.
     """
 
+    mean: Tensor
+    deviation: Tensor
+
     def __init__(self, network: nn.Module, **arguments: Any) -> None:
         super().__init__(network, **arguments)
         self.scaling = "conventional"

@@ -83,7 +83,7 @@ class Journal:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             return
-        self.board = SummaryWriter(str(out), purge_step=step + 1)  # type: ignore[no-untyped-call]
+        self.board = SummaryWriter(str(out), purge_step=step + 1)
 
     def write(self, metrics: Mapping[str, float]) -> None:
         with self.path.open("a") as file:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +16,19 @@ from torchbcos.batches import Batches, find_damaged
 from torchbcos.calibrate import calibrate
 from torchbcos.captured import capture
 from torchbcos.checkpoint import load, save
-from torchbcos.data import ImageFiles, Split, open_data
+from torchbcos.data import Images, ImageSet, Split, open_data
 from torchbcos.evaluate import tally
 from torchbcos.finetune import freeze_all_but_the_head, with_new_head
 from torchbcos.interrupt import told_to_end
 from torchbcos.layers import BcosLayer
 from torchbcos.models import BcosModel, ConventionalModel, create_model
+from torchbcos.processes import make_fabric, naming_lost_processes
 from torchbcos.progress import Journal, Progress
 from torchbcos.training_config import TrainConfig
 from torchbcos.training_state import TrainingState, whole
 from torchbcos.watch import TrainError, Watch
 
-__all__ = ["TrainConfig", "TrainError", "make_fabric", "train"]
+__all__ = ["TrainConfig", "TrainError", "train"]
 
 STATE = "state.safetensors"
 
@@ -54,7 +53,7 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     fabric = fabric or make_fabric(config.precision)
     fabric.launch()
-    with _naming_lost_processes(fabric, out):
+    with naming_lost_processes(fabric, out):
         run = _Run(config, out, fabric, console or Console(stderr=True), workers)
         if resume:
             run.load_state()
@@ -72,70 +71,6 @@ def train(
                         f"stopped after step {step}; resuming goes on from there."
                     )
         return run.finished_model()
-
-
-def make_fabric(
-    precision: str = "32-true",
-    devices: int | None = None,
-    nodes: int | None = None,
-    strategy: str = "auto",
-) -> Any:
-    """Lightning's Fabric for one device or, with "ddp" or "fsdp", for several.
-
-    Under torchrun (or `fabric run`) devices and nodes are those it was started with.
-    """
-    try:
-        import lightning
-        from lightning.fabric.strategies import ModelParallelStrategy
-    except ImportError as error:
-        raise ValueError("training needs more packages: pip install 'torchbcos[train]'.") from error
-    if strategy not in ("auto", "ddp", "fsdp"):
-        raise ValueError(f"`strategy` (={strategy!r}) must be auto, ddp or fsdp.")
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        here = int(os.environ["LOCAL_WORLD_SIZE"])
-        devices, nodes = devices or here, nodes or int(os.environ["WORLD_SIZE"]) // here
-    devices, nodes = devices or 1, nodes or 1
-    how: Any = strategy
-    if strategy == "auto" and devices * nodes > 1:
-        how = "ddp"
-    if strategy == "fsdp":
-        how = ModelParallelStrategy(
-            _shard, data_parallel_size=devices * nodes, tensor_parallel_size=1
-        )
-    return lightning.Fabric(devices=devices, num_nodes=nodes, strategy=how, precision=precision)  # type: ignore[arg-type]
-
-
-def _shard(model: nn.Module, mesh: Any) -> nn.Module:
-    """Each B-cos layer's weight in equal parts, one on each device, brought together for its use."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = mesh["data_parallel"]
-    for module in model.modules():
-        if isinstance(module, BcosLayer):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-@contextmanager
-def _naming_lost_processes(fabric: Any, out: Path) -> Iterator[None]:
-    """The errors that torch raises when another process has died, as one sentence."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        remedy = f"start the run again with --resume: it goes on from the last state in {out}."
-        if "DataLoader worker" in text and "signal" in text:
-            raise TrainError(
-                f"a process that read images was killed, perhaps for lack of memory; {remedy}"
-            ) from error
-        lost = isinstance(error, torch.distributed.DistError) or "gloo" in text.lower()
-        if fabric.world_size > 1 and lost and not isinstance(error, TrainError):
-            raise TrainError(
-                f"process {fabric.global_rank} of {fabric.world_size} lost the connection to "
-                f"another one, which has ended or cannot be reached; {remedy}"
-            ) from error
-        raise
 
 
 class _Run:
@@ -163,7 +98,6 @@ class _Run:
         self.total_steps = max(1, round(config.epochs * self.steps_per_epoch))
         shown = console if fabric.is_global_zero else Console(quiet=True)
         self.progress = Progress(shown, self.total_steps, self.steps_per_epoch, config.batch)
-        self.metrics: dict[str, float] = {}
         self.journal: Journal | None = None
 
         torch.manual_seed(config.seed)
@@ -177,12 +111,12 @@ class _Run:
         optimiser = _make_optimiser(config, model, fabric.device)
         self.stepper = fabric.setup_optimizers(optimiser)
         averaged = [p.detach().clone() for p in model.parameters()] if config.ema else []
-        sums = [torch.zeros((), device=fabric.device) for _ in range(2)]
-        self.state = TrainingState(model, optimiser, averaged, *sums)
+        loss, correct = (torch.zeros((), device=fabric.device) for _ in range(2))
+        self.state = TrainingState(model, optimiser, averaged, loss, correct)
         self.watch = Watch(model, fabric.device, config.precision)
         if fabric.device.type == "cuda" and config.precision != "16-mixed":
             optimiser.found_inf = self.watch.found  # type: ignore[attr-defined]
-        self.update = self._update
+        self.update: Callable[[Tensor, Tensor], None] = self._update
         if self._can_capture():
             self.update = capture(
                 self._update, *self.batches.at(0), self._changing(), self.state.optimiser
@@ -195,16 +129,17 @@ class _Run:
         """The data; files that will be streamed are looked at first, in the first process."""
         c = self.config
         data = open_data(c.data, c.size or None, bad=c.bad, memory=c.memory, part=c.test_part)
-        for part in ("train", "test"):
-            images = getattr(data, part)
-            if isinstance(images, ImageFiles):
-                record = self.out / f"checked-{part}.json"
-                damaged = None
-                if self.fabric.is_global_zero:
-                    console.print(f"{len(images)} {part} images: checking each", highlight=False)
-                    damaged = find_damaged(images, record, self.workers)
-                damaged = self.fabric.broadcast(damaged)
-                data = replace(data, **{part: images.without(damaged, c.bad)})
+
+        def checked(images: ImageSet, name: str) -> ImageSet:
+            if isinstance(images, Images):
+                return images
+            damaged = None
+            if self.fabric.is_global_zero:
+                console.print(f"checking {len(images)} images in {name}", highlight=False)
+                damaged = find_damaged(images, self.out / f"checked-{name}.json", self.workers)
+            return images.without(self.fabric.broadcast(damaged), c.bad)
+
+        data = Split(checked(data.train, "train"), checked(data.test, "test"), data.classes)
         if data.skipped and self.fabric.is_global_zero:
             console.print(
                 f"skipped {len(data.skipped)}, the first: {data.skipped[0]}",
@@ -327,7 +262,7 @@ class _Run:
             share = tally(self.wrapped, self.data.test, **self._place(), workers=self.workers)
             right, loss, count = self.fabric.all_reduce(share, reduce_op="sum").tolist()
         right_before = self.fabric.all_reduce(state.correct.clone(), reduce_op="sum").item()
-        self.metrics = line = {
+        state.metrics = line = {
             "epoch": state.step / self.steps_per_epoch,
             "step": state.step,
             "lr": c.lr_at(state.step / self.steps_per_epoch),
@@ -393,7 +328,7 @@ class _Run:
             self.state.put(self.state.averaged)
         model = self._whole_model().eval()
         model.requires_grad_(True)
-        model.provenance = {"config": self.config.as_json(), "metrics": self.metrics}
+        model.provenance = {"config": self.config.as_json(), "metrics": self.state.metrics}
         if self.fabric.is_global_zero:
             save(model, self.out / "model.safetensors")
         return model

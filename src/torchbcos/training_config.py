@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -115,7 +115,7 @@ def _is_number(value: object) -> bool:
 
 
 #: For each type of a setting: does a value fit, and how to say what would.
-_KINDS = {
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "<class 'str'>": (lambda v: isinstance(v, str), "a text"),
     "<class 'bool'>": (lambda v: isinstance(v, bool), "true or false"),
     "<class 'int'>": (is_int, "a whole number"),

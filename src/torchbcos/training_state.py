@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,7 @@ class TrainingState:
     averaged: list[Tensor]  # the averaged weights, if there are any
     loss: Tensor  # sums over the epoch, on the device
     correct: Tensor
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last epoch
     step: int = 0
     started: float = field(default_factory=time.monotonic)
 
@@ -46,6 +47,7 @@ class TrainingState:
         """Every process calls this, for the shards; those that `write` write the file."""
         about = {
             "step": self.step,
+            "metrics": self.metrics,
             "seconds": self.seconds,
             "config": config.as_json(),
             "images": images,
@@ -87,12 +89,14 @@ class TrainingState:
         for name, layer in self.model.bcos_layers():
             layer.scale = about["scales"][name]
         self.model.temperature, self.model.scaling = about["temperature"], about["scaling"]
-        self.step = about["step"]
+        self.step, self.metrics = about["step"], about["metrics"]
         self.started = time.monotonic() - about["seconds"]
 
     def average(self, decay: float) -> None:
         if self.averaged:
-            torch._foreach_lerp_(self.averaged, list(self.model.parameters()), 1 - decay)
+            with torch.no_grad():
+                own = _shards(self.model.parameters())
+                torch._foreach_lerp_(_shards(self.averaged), own, 1 - decay)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -109,7 +113,7 @@ class TrainingState:
 
     def put(self, values: list[Tensor]) -> None:
         with torch.no_grad():
-            torch._foreach_copy_(list(self.model.parameters()), values)
+            torch._foreach_copy_(_shards(self.model.parameters()), _shards(values))
 
     def _tensors(self) -> dict[str, Tensor]:
         state = {f"model.{name}": t for name, t in self.model.state_dict(keep_vars=True).items()}
@@ -131,7 +135,12 @@ class TrainingState:
         self.optimiser.step()
         self.optimiser.zero_grad()
         with torch.no_grad():
-            torch._foreach_copy_(trained, kept)
+            torch._foreach_copy_(_shards(trained), _shards(kept))
+
+
+def _shards(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What this process holds of each tensor: all of it, unless it is sharded."""
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
 def _fill(own: Tensor, value: Tensor) -> None:

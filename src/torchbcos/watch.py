@@ -20,7 +20,7 @@ class TrainError(RuntimeError):
 
 
 class Watch:
-    """Finds the first step whose loss or gradients are not finite, or from which nothing is learned.
+    """Finds the first step whose loss or gradients are not finite, or that teaches nothing.
 
     `look` runs on the device, so that a GPU never waits; it may be part of a captured graph. From
     the step on at which it finds something, `found` is 1, and an optimiser that knows it as
@@ -141,8 +141,8 @@ def _where_not_finite(forward: Callable[[Tensor], Any], model: nn.Module, images
         assert isinstance(module.weight, Tensor)
         if not _whole(torch.isfinite(module.weight.detach()).all()):
             return f"the weights of {name} are not finite"
-    name = _first_output(forward, model, images, lambda out: ~torch.isfinite(out).all())
-    return f"the output of {name} is not finite" if name else "it begins in the loss itself"
+    broken = _first_output(forward, model, images, lambda out: ~torch.isfinite(out).all())
+    return f"the output of {broken} is not finite" if broken else "it begins in the loss itself"
 
 
 def _where_zero(forward: Callable[[Tensor], Any], model: nn.Module, images: Tensor) -> str:

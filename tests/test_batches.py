@@ -1,0 +1,287 @@
+"""Class folders, in memory and streamed: the same batches, and bad files are named or counted."""
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from torchbcos import train
+from torchbcos.batches import Batches, find_damaged, in_order
+from torchbcos.data import DataError, ImageFiles, Images, open_data
+from torchbcos.evaluate import evaluate, tally
+from training import QUIET, assert_same_weights, config, weights
+
+CPU = torch.device("cpu")
+
+
+def draw(path, seed, size=(20, 20), **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path, **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes, 12 training and 5 test images of 20×20."""
+    for i in range(12):
+        draw(tmp_path / "data" / "train" / "ab"[i % 2] / f"{i:02}.png", i)
+    for i in range(5):
+        draw(tmp_path / "data" / "val" / "ab"[i % 2] / f"{i}.png", 100 + i)
+    return tmp_path / "data"
+
+
+def settings(folder, **changes):
+    ours = {"data": str(folder), "batch": 4, "augment": ("flip", "padded_crop"), "epochs": 2}
+    return config(**{**ours, **changes})
+
+
+def batches_of(images, c, steps=range(7), **how):
+    made = Batches(images, c, CPU, **how)
+    following = made.following(steps[0])
+    return [next(following) for _ in steps]
+
+
+def assert_same_batches(some, others):
+    for (x, labels), (y, other_labels) in zip(some, others, strict=True):
+        assert torch.equal(labels, other_labels)
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streamed_batches_are_those_in_memory(folder, workers):
+    c = settings(folder, augment=("flip", "padded_crop", "colour_jitter", "rand_augment"))
+    memory, files = open_data(folder), open_data(folder, memory=0)
+    assert isinstance(memory.train, Images)
+    assert isinstance(files.train, ImageFiles)
+    assert memory.classes == files.classes == ("a", "b")
+    expected = batches_of(memory.train, c)
+    assert_same_batches(batches_of(files.train, c, workers=workers), expected)
+    assert_same_batches(batches_of(files.train, c, range(3, 7), workers=workers), expected[3:])
+    assert_same_batches([Batches(files.train, c, CPU).at(i) for i in range(7)], expected)
+
+
+def test_an_epoch_has_every_image_once_and_the_next_another_order(folder):
+    c = settings(folder, augment=())
+    images = open_data(folder).train
+    seen = torch.cat([x for x, _ in batches_of(images, c, range(6))])
+    first, second = seen[:12], seen[12:]
+    rows = {tuple(x.flatten()[:6].tolist()) for x in first}
+    assert rows == {tuple(x.flatten()[:6].tolist()) for x in second}
+    assert len(rows) == 12
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("memory", [0, 1])
+def test_two_processes_share_each_batch(folder, memory):
+    c = settings(folder, augment=("resized_crop", "flip", "lighting"))
+    images = open_data(folder, memory=memory).train
+    whole = batches_of(images, c, workers=0)
+    shares = [batches_of(images, c, rank=r, world=2, workers=0) for r in (0, 1)]
+    for (x, labels), one, two in zip(whole, *shares, strict=True):
+        torch.testing.assert_close(torch.cat([one[0], two[0]]), x)
+        assert torch.equal(torch.cat([one[1], two[1]]), labels)
+
+
+def test_a_streamed_crop_sees_the_part_that_its_numbers_say(tmp_path):
+    # Red grows from left to right, green from top to bottom, so colours tell the place.
+    width, height = 600, 400
+    x, y = np.meshgrid(np.arange(width) / width, np.arange(height) / height)
+    pixels = np.stack([x, y, np.full_like(x, 0.5)], 2) * 255
+    for name in ("train/a", "train/b", "val/a"):
+        path = tmp_path / name / "1.png"
+        path.parent.mkdir(parents=True)
+        Image.fromarray(pixels.round().astype(np.uint8)).save(path)
+    images = open_data(tmp_path, size=64, memory=0).train
+    area, ratio, left, top = 0.25, 1.2, 0.3, 0.8
+    seen, _ = images.batch(torch.tensor([0]), torch.tensor([[area, ratio, left, top]]))
+    w = math.sqrt(area * width * height * ratio) / width
+    h = math.sqrt(area * width * height / ratio) / height
+    x0, y0 = left * (1 - w), top * (1 - h)
+    expected = x0 + w * (np.arange(64) + 0.5) / 64
+    assert np.allclose(seen[0, 0].mean(0).numpy(), expected, atol=0.006)
+    expected = y0 + h * (np.arange(64) + 0.5) / 64
+    assert np.allclose(seen[0, 1].mean(1).numpy(), expected, atol=0.006)
+
+
+def test_images_of_any_shape_become_squares_from_their_centre(tmp_path):
+    for i, size in enumerate([(50, 30), (30, 50), (31, 31), (200, 90)]):
+        for part in ("train", "val"):
+            draw(tmp_path / part / "ab"[i % 2] / f"{i}.jpg", i, size)
+    for memory in (0, 1):
+        data = open_data(tmp_path, size=24, memory=memory)
+        x, _ = data.train.batch(torch.arange(4))
+        assert x.shape == (4, 3, 24, 24)
+
+
+def test_test_images_may_be_cut_closer(tmp_path):
+    for part in ("train", "val"):
+        for name in "ab":
+            draw(tmp_path / part / name / "1.png", 0, (64, 64))
+    data = open_data(tmp_path, size=56, memory=0, part=0.875)
+    with Image.open(data.test.files[0]) as image:
+        centre = np.asarray(image)[4:60, 4:60]
+    assert np.array_equal(data.test.decode(torch.tensor([0]))[0][0].permute(1, 2, 0), centre)
+    assert data.train.part == 1.0
+
+
+@pytest.mark.parametrize("memory", [0, 1])
+def test_evaluation_counts_each_image_once_however_shared(folder, memory):
+    data = open_data(folder, memory=memory)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(1200, 2))
+    shares = [tally(model, data.test, 2, rank=r, world=3, workers=1) for r in range(3)]
+    right, loss, count = sum(shares).tolist()
+    assert count == 5
+    assert evaluate(model, data.test) == pytest.approx((right / 5, loss / 5))
+    assert model.training
+    x, labels = data.test.batch(torch.arange(5))
+    assert right == (model(x).argmax(1) == labels).sum()
+    assert len(list(in_order(data.test, 2, CPU, workers=1))) == 3
+
+
+# Training from a stream.
+
+
+def test_a_streamed_training_resumes_to_the_same_weights_and_draws(folder, tmp_path, monkeypatch):
+    c = settings(folder, memory=0, augment=("resized_crop", "flip"), size=16)
+    whole = train.train(c, tmp_path / "whole", console=QUIET, workers=2, pictures=2)
+    assert (tmp_path / "whole" / "epoch-002.png").stat().st_size > 1000
+    advance = train._Run.advance
+
+    def stop(run, *batch):
+        advance(run, *batch)
+        if run.state.step == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train._Run, "advance", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train.train(c, tmp_path / "stopped", console=QUIET, workers=1)
+    again = train.train(c, tmp_path / "stopped", console=QUIET, workers=1, resume=True)
+    assert_same_weights(weights(whole), weights(again))
+
+
+def test_resuming_on_other_data_is_refused(folder, tmp_path):
+    c = settings(folder, epochs=1)
+    train.train(c, tmp_path / "run", console=QUIET)
+    draw(folder / "train" / "a" / "new.png", 5)
+    with pytest.raises(ValueError, match="holds 13 images for training, but had 12"):
+        train.train(c, tmp_path / "run", console=QUIET, resume=True)
+
+
+# Bad data.
+
+
+@pytest.fixture
+def damaged(folder):
+    """A cut JPEG and a text that calls itself an image, among good ones."""
+    draw(folder / "train" / "a" / "cut.jpg", 0, (90, 90), quality=95)
+    content = (folder / "train" / "a" / "cut.jpg").read_bytes()
+    (folder / "train" / "a" / "cut.jpg").write_bytes(content[: len(content) // 2])
+    (folder / "val" / "b" / "text.png").write_text("no image")
+    return folder
+
+
+@pytest.mark.parametrize("memory", [0, 1])
+def test_a_damaged_image_is_named_before_training(damaged, tmp_path, memory):
+    with pytest.raises(DataError, match=r"1 of 13 images cannot be read: .*cut\.jpg.*bad='skip'"):
+        train.train(settings(damaged, memory=memory), tmp_path / "run", console=QUIET, workers=1)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("memory", [0, 1])
+def test_damaged_images_are_skipped_with_a_count(damaged, tmp_path, memory):
+    console = Console(record=True, width=200, file=io.StringIO())
+    c = settings(damaged, memory=memory, bad="skip", epochs=1)
+    train.train(c, tmp_path / "run", console=console, workers=1)
+    said = console.export_text()
+    assert "skipped 2, the first:" in said
+    assert "cut.jpg" in said
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["step"] == 3  # 12 good images in batches of 4
+
+
+def test_what_was_found_is_kept_for_the_next_start(damaged, tmp_path, monkeypatch):
+    images = open_data(damaged, memory=0).train
+    record = tmp_path / "record.json"
+    found = find_damaged(images, record, workers=2)
+    assert [images.files[i] for i in found] == [str(damaged / "train" / "a" / "cut.jpg")]
+    monkeypatch.setattr("torchbcos.batches.check_image", lambda _: pytest.fail("searched again"))
+    assert find_damaged(images, record, workers=0) == found
+
+
+def test_a_file_that_breaks_during_training_is_named(folder):
+    images = open_data(folder, memory=0).train
+    (folder / "train" / "a" / "00.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"00\.png"):
+        batches_of(images, settings(folder), range(3), workers=1)
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("train/c", r"train/c holds no images: fill it or remove the class, or set bad='skip'"),
+        ("val/c", r"val has the class 'c', which train lacks"),
+    ],
+)
+def test_classes_that_do_not_fit_are_named_or_skipped(folder, place, words):
+    (folder / place).mkdir()
+    if place.startswith("val"):
+        draw(folder / place / "1.png", 1)
+    with pytest.raises(DataError, match=words):
+        open_data(folder)
+    data = open_data(folder, bad="skip")
+    assert data.classes == ("a", "b")
+    assert len(data.skipped) == 1
+    assert (len(data.train), len(data.test)) == (12, 5)
+
+
+def test_a_class_without_test_images_is_named(folder):
+    for file in (folder / "val" / "b").iterdir():
+        file.unlink()
+    with pytest.raises(DataError, match="val/b holds no images"):
+        open_data(folder)
+    assert set(open_data(folder, bad="skip").test.labels.tolist()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: None, "is no folder"),
+        (lambda p: p.mkdir(), "must hold the folders train and val"),
+        (lambda p: draw(p / "train" / "a" / "1.png", 0), "must hold the folders train and val"),
+        (
+            lambda p: [draw(p / s / "a" / "1.png", 0) for s in ("train", "val")],
+            "at least two classes",
+        ),
+    ],
+)
+def test_folders_without_a_data_set_are_refused(tmp_path, make, words):
+    make(tmp_path / "data")
+    with pytest.raises(DataError, match=words):
+        open_data(tmp_path / "data")
+
+
+def test_cifar_in_its_binary_form(tmp_path):
+    generator = np.random.default_rng(0)
+    names = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
+    tables = {}
+    for name in names:
+        table = generator.integers(0, 256, (10_000, 3073), dtype=np.uint8)
+        table[:, 0] %= 10
+        (tmp_path / name).write_bytes(table.tobytes())
+        tables[name] = table
+    data = open_data(tmp_path)
+    assert data.train.pixels.shape == (50_000, 3, 32, 32)
+    assert data.classes[3] == "cat"
+    row = tables["data_batch_2.bin"][17]
+    assert data.train.labels[10_017] == row[0]
+    assert np.array_equal(data.train.pixels[10_017].flatten(), row[1:])
+    (tmp_path / "test_batch.bin").write_bytes(b"short")
+    with pytest.raises(DataError, match="has 5 bytes"):
+        open_data(tmp_path)

@@ -1,0 +1,64 @@
+"""Networks as they were before conversion, with the interface of a B-cos model."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+import torchbcos as tb
+from torchbcos import train
+from training import QUIET, config, few_shapes
+
+
+def test_it_is_torchvisions_network_with_normalised_colours():
+    torch.manual_seed(0)
+    model = tb.create_model("conventional/resnet18", num_classes=5).eval()
+    twin = torchvision.models.resnet18(num_classes=5).eval()
+    twin.load_state_dict(model.network.state_dict())
+    images = torch.rand(2, 3, 64, 64)
+    normalise = torchvision.transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    expected = twin(normalise(images)) + model.logit_bias
+    torch.testing.assert_close(model(images), expected)
+    assert model.logit_bias == pytest.approx(torch.log(torch.tensor(1 / 4)).item())
+
+
+def test_the_conventional_cifar_network_has_norms_and_activations():
+    model = tb.create_model("conventional/cifar9")
+    kinds = [type(m) for m in model.network]
+    assert kinds[:3] == [nn.Conv2d, nn.BatchNorm2d, nn.ReLU]
+    assert kinds.count(nn.Conv2d) == 9
+    assert model(torch.rand(2, 3, 32, 32)).shape == (2, 10)
+    assert not list(model.bcos_layers())
+
+
+def test_inception_gives_its_auxiliary_logits_in_training():
+    with torch.device("meta"):
+        model = tb.create_model("conventional/inception_v3", num_classes=7)
+        outputs = model(torch.rand(2, 3, 299, 299))
+        assert [o.shape for o in outputs] == [(2, 7), (2, 7)]
+        assert model.eval()(torch.rand(2, 3, 299, 299)).shape == (2, 7)
+    assert model.input_size == (299, 299)
+
+
+def test_it_is_saved_and_loaded(tmp_path):
+    model = tb.create_model("conventional/mini", classes=("x", "y"), width=4).eval()
+    tb.save(model, tmp_path / "m.safetensors")
+    again = tb.load(tmp_path / "m.safetensors")
+    images = torch.rand(2, 3, 48, 48)
+    assert torch.equal(model(images), again(images))
+    assert again.classes == ("x", "y")
+
+
+def test_it_learns_in_the_same_loop(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "open_data", lambda *_, **__: few_shapes())
+    settings = config(arch="conventional/mini", options={"width": 8}, epochs=30, augment=())
+    model = train.train(settings, tmp_path, console=QUIET, pictures=15)
+    assert model.provenance["metrics"]["train_accuracy"] > 0.9
+    assert not list(tmp_path.glob("*.png"))  # it has no explanations to draw
+
+
+@pytest.mark.parametrize("argument", [{"b": 1.5}, {"max_out": 1}, {"preset": "paper"}])
+def test_arguments_of_bcos_layers_are_refused(argument):
+    name = next(iter(argument))
+    with pytest.raises(ValueError, match=rf"`{name}` .* must be left out"):
+        tb.create_model("conventional/resnet18", **argument)

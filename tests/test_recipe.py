@@ -1,0 +1,175 @@
+"""Every recipe can be read and its network built; settings are the paper's; mistakes are named."""
+
+import functools
+import tomllib
+from importlib import resources
+
+import pytest
+import torch
+
+import torchbcos as tb
+from torchbcos.models import ConventionalModel
+from torchbcos.recipe import list_recipes, read_recipe
+
+FOLDER = resources.files("torchbcos") / "recipes"
+ARCHITECTURES = ("vgg11", "resnet34", "densenet121", "inception_v3")
+
+
+@functools.cache
+def model_of(name):
+    config = read_recipe(name, "x")
+    with torch.device("meta"):
+        return tb.create_model(
+            config.arch,
+            num_classes=1000 if "imagenet-" in name else 10,
+            preset=config.preset or None,
+            input_size=config.size or None,
+            **config.options,
+        )
+
+
+def test_every_experiment_of_the_paper_has_a_recipe():
+    names = set(list_recipes())
+    for b in ("1", "1.25", "1.5", "1.75", "2.25", "2.5"):
+        assert f"cifar10-b{b}" in names
+    assert {"cifar10", "cifar10-plain", "cifar10-conventional", "shapes"} <= names
+    for arch in ARCHITECTURES:
+        for data in ("imagenet", "imagenette"):
+            assert {f"{data}-{arch}", f"{data}-{arch}-conventional"} <= names
+    for growth in range(20, 33, 2):
+        assert f"imagenet-densenet121-growth{growth}" in names
+    assert {"imagenet-densenet121-plus", "imagenet-densenet121-one-unit"} <= names
+
+
+@pytest.mark.parametrize("name", [n for n in list_recipes() if not n.startswith("imagenette")])
+def test_its_network_can_be_built(name):
+    config = read_recipe(name, "somewhere")
+    conventional = name.endswith("conventional")
+    model = model_of(name)
+    assert isinstance(model, ConventionalModel) == conventional
+    assert model.scaling == ("conventional" if conventional else config.preset or "none")
+
+
+@pytest.mark.parametrize("name", [n for n in list_recipes() if n.startswith("imagenette")])
+def test_imagenette_has_the_networks_of_imagenet(name):
+    ours = read_recipe(name, "x")
+    theirs = read_recipe(name.replace("imagenette", "imagenet"), "x")
+    assert (ours.arch, ours.options, ours.size) == (theirs.arch, theirs.options, theirs.size)
+    assert ours.preset == ""  # the paper's constants are for 1000 classes
+
+
+def test_every_recipe_says_what_it_is_for():
+    for name, words in list_recipes().items():
+        assert 10 < len(words) < 90, name
+        assert tomllib.loads((FOLDER / f"{name}.toml").read_text())
+
+
+# (γ, log10 T) for CIFAR-10, and B, from the paper's supplement.
+CIFAR = {
+    "cifar10-b1": (1.0, -3), "cifar10-b1.25": (1.25, -3), "cifar10-b1.5": (1.5, -2),
+    "cifar10-b1.75": (1.75, 1), "cifar10": (2.0, 2), "cifar10-plain": (2.0, 2),
+    "cifar10-b2.25": (2.25, 2), "cifar10-b2.5": (2.5, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CIFAR)
+def test_the_columns_of_cifar10_are_the_papers(name):
+    config, (b, log_t) = read_recipe(name, "x"), CIFAR[name]
+    model = model_of(name)
+    layers = [layer for _, layer in model.bcos_layers()]
+    assert len(layers) == 9
+    for layer in layers:
+        assert layer.b == b
+        assert layer.max_out == (1 if name == "cifar10-plain" else 2)
+        assert layer.scale == pytest.approx(10 ** (1.5 * b - 1.75))
+    assert model.temperature == pytest.approx(10.0**log_t)
+    assert (config.epochs, config.batch, config.optimiser) == (100, 64, "adam")
+    assert [config.lr_at(e) for e in (0, 50, 100)] == pytest.approx([1e-3, 5.05e-4, 1e-5])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_imagenet_is_trained_as_in_the_paper(arch):
+    config = read_recipe(f"imagenet-{arch}", "x")
+    assert (config.epochs, config.batch, config.optimiser) == (100, 256, "adam")
+    assert [config.lr_at(e) for e in (0, 59, 61)] == pytest.approx([2.5e-4, 2.5e-4, 2.5e-5])
+    assert config.weight_decay == 0
+    assert "rand_augment" in config.augment
+    assert config.size == (299 if arch == "inception_v3" else 224)
+    assert (config.preset, config.auxiliary_weight) == ("paper", 1.0)
+
+
+def test_training_plus_is_longer_and_warmed_up():
+    config = read_recipe("imagenet-densenet121-plus", "x")
+    assert (config.epochs, config.batch) == (200, 128)
+    rates = [config.lr_at(e) for e in (0, 5, 10, 105, 200)]
+    assert rates == pytest.approx([1e-5, 5.05e-4, 1e-3, 5.5e-4, 1e-4])
+
+
+#: Millions of parameters in the paper's table of the ablation.
+GROWTH = {20: 6.8, 22: 8.0, 24: 9.4, 26: 10.8, 28: 12.4, 30: 14.0, 32: 15.8}
+
+
+@pytest.mark.parametrize("growth", GROWTH)
+def test_the_growth_ablation_has_the_papers_sizes(growth):
+    model = model_of(f"imagenet-densenet121-growth{growth}")
+    count = sum(p.numel() for p in model.parameters()) / 1e6
+    assert count == pytest.approx(GROWTH[growth], abs=0.051)
+
+
+# Changes and mistakes.
+
+
+def test_changes_are_laid_over_the_recipe():
+    config = read_recipe("cifar10", "there", ["lr=2e-3", "optimiser=sgd", "options.b=1.5"])
+    assert (config.data, config.lr, config.optimiser) == ("there", 2e-3, "sgd")
+    assert config.options == {"b": 1.5, "max_out": 2}
+    assert read_recipe("cifar10", "x", ['augment=["flip"]']).augment == ("flip",)
+    assert read_recipe("shapes").data == "shapes"
+
+
+def test_a_recipe_of_ones_own_may_have_a_base(tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text('base = "cifar10"\nepochs = 3\noptions.max_out = 1\n')
+    config = read_recipe(str(mine), "x")
+    assert (config.epochs, config.batch) == (3, 64)
+    assert config.options == {"b": 2.0, "max_out": 1}
+    other = tmp_path / "other.toml"
+    other.write_text(f'base = "{mine}"\narch = "mini"\n')
+    assert read_recipe(str(other), "x").options == {}  # they were for another network
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "words"),
+    [
+        ("nope", [], r"`recipe` \(='nope'\) must be a TOML file or a recipe's name"),
+        ("cifar", [], "did you mean cifar10"),
+        ("imagenet-resnet34", [], r"`--data` is missing"),
+        ("shapes", ["speed=3"], "`speed` is no setting: choose among"),
+        ("shapes", ["bacth=3"], "`bacth` is no setting: choose among batch"),
+        ("shapes", ["lr"], "`lr` must be name=value"),
+        ("shapes", ["lr=fast"], r"`lr` \(='fast'\) must be a number"),
+        ("shapes", ["epochs=true"], r"`epochs` \(=True\) must be a number"),
+        ("shapes", ["batch=6.5"], r"`batch` \(=6.5\) must be a whole number"),
+        ("shapes", ["augment=flip"], r"`augment` \(='flip'\) must be a list of names"),
+        ("shapes", ["options=3"], r"`options` \(=3\) must be a table"),
+    ],
+)
+def test_mistakes_are_named(recipe, changes, words):
+    with pytest.raises(ValueError, match=words):
+        read_recipe(recipe, "", changes)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("lr = [", "is no valid TOML"),
+        ("base = 3", r"`base` \(=3\)"),
+        ('base = "SELF"', "must be the name of another recipe"),
+        ('base = "nope"', r"`recipe` \(='nope'\)"),
+    ],
+)
+def test_broken_recipes_are_named(tmp_path, content, words):
+    path = tmp_path / "r.toml"
+    path.write_text(content.replace("SELF", str(path)))
+    with pytest.raises(ValueError, match=words):
+        read_recipe(str(path), "x")

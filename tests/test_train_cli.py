@@ -1,0 +1,88 @@
+"""`torchbcos train` and `evaluate`, run through the entry point."""
+
+import json
+import sys
+
+import pytest
+from rich.console import Console
+
+from torchbcos import cli, data, train
+from torchbcos.recipe import list_recipes
+from training import few_shapes
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs `torchbcos ARGUMENTS` on a few images: its code, output and complaints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "output", Console(width=300))
+    monkeypatch.setattr(cli, "errors", Console(width=300, stderr=True))
+    for module in (train, data):
+        monkeypatch.setattr(module, "open_data", lambda *_, **__: few_shapes())
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["torchbcos", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        return code, *capsys.readouterr()
+
+    return call
+
+
+SMALL = ("options.width=4", "batch=16", "size=24", "epochs=2")
+
+
+def test_a_recipe_is_trained_evaluated_resumed_and_tuned(run):
+    code, out, err = run("train", "shapes", *SMALL, "--out", "a", "--pictures", 2, "--json")
+    assert code == 0
+    metrics = json.loads(out)
+    assert metrics["epoch"] == 2
+    assert err.count("epoch") == 2
+
+    code, out, _ = run("evaluate", "--data", "shapes", "--model", "a/model.safetensors", "--json")
+    assert code == 0
+    assert json.loads(out)["accuracy"] == pytest.approx(metrics["test_accuracy"])
+
+    code, out, err = run("train", "shapes", *SMALL, "--out", "a", "--resume", "--pictures", 2)
+    assert (code, err) == (0, "")  # there was nothing left to do
+    assert "a/model.safetensors: " in out
+
+    tune = ("head_only=true", "--from", "a/model.safetensors", "--out", "b")
+    assert run("train", "shapes", *SMALL, *tune)[0] == 0
+    assert run("train", "shapes", *SMALL, "--out", "a", "--resume", "lr=1")[0] == 2
+
+
+def test_the_list_shows_every_recipe(run):
+    code, out, err = run("train", "--list")
+    assert (code, err) == (0, "")
+    for name, words in list_recipes().items():
+        assert any(line.startswith(f"{name} ") and words in line for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "a recipe is missing: torchbcos train --list"),
+        (("shaeps",), "did you mean shapes"),
+        (("cifar10",), "`--data` is missing"),
+        (("shapes", "bacth=3"), "`bacth` is no setting"),
+        (("shapes", "lr=fast"), "`lr` (='fast') must be a number."),
+        (("shapes", "batch=4096"), "`batch` (=4096) must be at most the 48 images."),
+        (
+            ("shapes", "batch=16", "--from", "nothing.safetensors"),
+            "nothing.safetensors does not exist",
+        ),
+        (("shapes", "--strategy", "tpu"), "`strategy` (='tpu') must be auto, ddp or fsdp."),
+        (("shapes", "batch=16", "options.widht=3"), "widht"),
+    ],
+)
+def test_mistakes_are_one_sentence(run, arguments, words):
+    code, _, err = run("train", *arguments)
+    assert code == 2
+    (sentence,) = err.splitlines()
+    assert sentence.startswith("torchbcos: ")
+    assert words in sentence
