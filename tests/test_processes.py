@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 
 import pytest
@@ -71,12 +72,15 @@ def test_a_killed_process_ends_the_run_in_a_sentence_and_it_resumes(processes, t
 
 
 def test_sharded_weights_are_saved_resumed_and_put_together(processes, whole, tmp_path):
-    codes, _ = processes.run_two(tmp_path, SETTINGS, strategy="fsdp", kill_at=7)
+    codes, _ = processes.run_two(tmp_path / "two", SETTINGS, strategy="fsdp", kill_at=7)
     assert codes == (2, -signal.SIGKILL)
-    assert processes.run_two(tmp_path, SETTINGS, strategy="fsdp")[0] == (0, 0)
-    one, other = file_weights(whole[0]), file_weights(tmp_path)
-    for name, value in one.items():
-        torch.testing.assert_close(value, other[name], rtol=1e-3, atol=1e-4)
+    shutil.copytree(tmp_path / "two", tmp_path / "one")
+    assert processes.run_two(tmp_path / "two", SETTINGS, strategy="fsdp")[0] == (0, 0)
+    assert processes.run(tmp_path / "one", SETTINGS) == 0  # one process can go on where two were
+    expected = file_weights(whole[0])
+    for folder in ("two", "one"):
+        for name, value in file_weights(tmp_path / folder).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4)
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(processes, tmp_path):

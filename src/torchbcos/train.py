@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -52,7 +53,8 @@ def train(
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     fabric = fabric or make_fabric(config.precision)
-    fabric.launch()
+    if "LT_CLI_USED" not in os.environ:  # `fabric run` has launched it already
+        fabric.launch()
     with naming_lost_processes(fabric, out):
         run = _Run(config, out, fabric, console or Console(stderr=True), workers)
         if resume:
