@@ -3,6 +3,9 @@
 import io
 import json
 import math
+import multiprocessing
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -164,6 +167,24 @@ def test_a_streamed_training_resumes_to_the_same_weights_and_draws(folder, tmp_p
             train.train(c, tmp_path / "stopped", console=QUIET, workers=1)
     again = train.train(c, tmp_path / "stopped", console=QUIET, workers=1, resume=True)
     assert_same_weights(weights(whole), weights(again))
+
+
+# torch raises from a signal handler, which may hit a destructor; it raises again at the next batch.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_reader_that_is_killed_ends_the_run_in_a_sentence(folder, tmp_path, monkeypatch):
+    advance = train._Run.advance
+
+    def kill_readers(run, *batch):
+        if run.state.step == 2:
+            for process in multiprocessing.active_children():
+                os.kill(process.pid, signal.SIGKILL)
+        advance(run, *batch)
+
+    monkeypatch.setattr(train._Run, "advance", kill_readers)
+    with pytest.raises(train.TrainError, match=r"read images was killed.*--resume"):
+        train.train(
+            settings(folder, memory=0, epochs=90), tmp_path / "run", console=QUIET, workers=1
+        )
 
 
 def test_resuming_on_other_data_is_refused(folder, tmp_path):

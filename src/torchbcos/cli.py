@@ -270,7 +270,8 @@ def evaluate(
     from torchbcos.evaluate import evaluate as measure
 
     network = load(model or default_name(), device=device)
-    split = open_data(data, network.input_size[0])
+    part = network.provenance.get("config", {}).get("test_part", 1.0)  # as when it was trained
+    split = open_data(data, network.input_size[0], part=part)
     if network.classes is not None and network.classes != split.classes:
         fail(f"the model's classes ({', '.join(network.classes[:4])}, …) are not those of {data}.")
     accuracy, loss = measure(network, split.test)

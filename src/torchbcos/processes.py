@@ -69,7 +69,7 @@ def naming_lost_processes(fabric: Any, out: Path) -> Iterator[None]:
     except RuntimeError as error:
         text = str(error)
         remedy = f"start the run again with --resume: it goes on from the last state in {out}."
-        if "DataLoader worker" in text and "signal" in text:
+        if "DataLoader worker" in text:
             raise TrainError(
                 f"a process that read images was killed, perhaps for lack of memory; {remedy}"
             ) from error

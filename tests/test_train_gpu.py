@@ -1,0 +1,98 @@
+"""Training on a GPU: the captured step, the watch that never waits, and streams."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from torchbcos import train
+from torchbcos.batches import Batches
+from torchbcos.data import open_data
+from training import QUIET, config, few_shapes, weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def little_data(monkeypatch):
+    monkeypatch.setattr(train, "open_data", lambda *_, **__: few_shapes())
+
+
+@pytest.mark.parametrize("changes", [{}, {"ema": 0.5, "optimiser": "adamw", "warmup": 1}])
+def test_the_captured_step_does_what_the_plain_one_does(little_data, tmp_path, changes):
+    plain, captured = (
+        train.train(
+            config(**changes, tf32=False, cuda_graph=graph), tmp_path / str(graph), console=QUIET
+        )
+        for graph in (False, True)
+    )
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(value, weights(captured)[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_broken_step_leaves_the_weights_as_they_were(little_data, tmp_path, monkeypatch, graph):
+    kept = {}
+    advance = train._Run.advance
+
+    def poison(run, *batch):
+        layers = dict(run.state.model.bcos_layers())
+        if run.state.step == 2:
+            with torch.no_grad():
+                nn.init.constant_(layers["0"].weight, math.nan)
+            kept["layer"], kept["before"] = layers["12"], layers["12"].weight.clone()
+        advance(run, *batch)
+
+    monkeypatch.setattr(train._Run, "advance", poison)
+    with pytest.raises(train.TrainError, match="at step 3: the weights of 0 are not finite"):
+        train.train(config(epochs=20, cuda_graph=graph), tmp_path, console=QUIET)
+    assert torch.equal(kept["layer"].weight, kept["before"])
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_half_precision_trains(little_data, tmp_path, precision):
+    model = train.train(config(precision=precision), tmp_path, console=QUIET)
+    assert all(torch.isfinite(v).all() for v in weights(model).values())
+
+
+def test_streamed_batches_are_those_in_memory(tmp_path):
+    for i in range(16):
+        path = tmp_path / ("train" if i < 12 else "val") / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(i).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    c = config(data=str(tmp_path), batch=4, augment=("flip", "padded_crop", "rand_augment"))
+    device = torch.device("cuda")
+    made = [Batches(open_data(tmp_path, memory=m).train, c, device, workers=2) for m in (0, 1)]
+    streams = [b.following(0) for b in made]
+    for _ in range(7):
+        (x, labels), (y, other) = next(streams[0]), next(streams[1])
+        assert x.is_cuda
+        assert torch.equal(x, y)
+        assert torch.equal(labels, other)
+
+
+def test_a_stopped_run_resumes_with_the_captured_step(little_data, tmp_path, monkeypatch):
+    whole = train.train(config(tf32=False, cuda_graph=True), tmp_path / "whole", console=QUIET)
+    advance = train._Run.advance
+
+    def stop(run, *batch):
+        advance(run, *batch)
+        if run.state.step == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train._Run, "advance", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train.train(config(tf32=False, cuda_graph=True), tmp_path / "x", console=QUIET)
+    again = train.train(
+        config(tf32=False, cuda_graph=True), tmp_path / "x", console=QUIET, resume=True
+    )
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(value, weights(again)[name], rtol=1e-3, atol=1e-4)
