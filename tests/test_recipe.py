@@ -15,16 +15,23 @@ FOLDER = resources.files("torchbcos") / "recipes"
 ARCHITECTURES = ("vgg11", "resnet34", "densenet121", "inception_v3")
 
 
-@functools.cache
 def model_of(name):
     config = read_recipe(name, "x")
+    classes = 1000 if "imagenet-" in name else 10
+    options = {"growth_rate": 32} if "densenet121" in config.arch else {}
+    options |= config.options
+    return built(config.arch, classes, config.preset, config.size, tuple(options.items()))
+
+
+@functools.cache
+def built(arch, classes, preset, size, options):
     with torch.device("meta"):
         return tb.create_model(
-            config.arch,
-            num_classes=1000 if "imagenet-" in name else 10,
-            preset=config.preset or None,
-            input_size=config.size or None,
-            **config.options,
+            arch,
+            num_classes=classes,
+            preset=preset or None,
+            input_size=size or None,
+            **dict(options),
         )
 
 
