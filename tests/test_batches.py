@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from small_training import QUIET, assert_same_weights, config, weights
 from torchbcos import train
 from torchbcos.batches import Batches, find_damaged, in_order
 from torchbcos.data import DataError, ImageFiles, Images, open_data
 from torchbcos.evaluate import evaluate, tally
-from training import QUIET, assert_same_weights, config, weights
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ import torchvision
 from torch import nn
 
 import torchbcos as tb
+from small_training import QUIET, config, few_shapes
 from torchbcos import train
-from training import QUIET, config, few_shapes
 
 
 def test_it_is_torchvisions_network_with_normalised_colours():

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import torchbcos as tb
+from small_training import QUIET, config, weights
 from torchbcos import data, train
 from torchbcos.finetune import head_names, with_new_head
 from torchbcos.shapes import SHAPES
-from training import QUIET, config, weights
 
 
 def drawn(count, seed, labels):

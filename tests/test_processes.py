@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from training import Processes, assert_same_weights, file_weights
+from small_training import Processes, assert_same_weights, file_weights
 
 SETTINGS = {"epochs": 6, "ema": 0.5}
 

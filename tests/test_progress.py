@@ -9,8 +9,8 @@ import types
 import pytest
 from rich.console import Console
 
+from small_training import QUIET, config, few_shapes
 from torchbcos import progress, train
-from training import QUIET, config, few_shapes
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 import torchbcos as tb
+from small_training import QUIET, assert_same_weights, config, few_shapes, weights
 from torchbcos import train
 from torchbcos.checkpoint import load
 from torchbcos.evaluate import evaluate
-from training import QUIET, assert_same_weights, config, few_shapes, weights
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*:DeprecationWarning:lightning.*",

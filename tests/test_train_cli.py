@@ -6,9 +6,9 @@ import sys
 import pytest
 from rich.console import Console
 
+from small_training import few_shapes
 from torchbcos import cli, data, train
 from torchbcos.recipe import list_recipes
-from training import few_shapes
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import torch
 from PIL import Image
 from torch import nn
 
+from small_training import QUIET, config, few_shapes, weights
 from torchbcos import train
 from torchbcos.batches import Batches
 from torchbcos.data import open_data
-from training import QUIET, config, few_shapes, weights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import torchbcos as tb
+from small_training import QUIET, config, few_shapes
 from torchbcos import train
 from torchbcos.watch import Watch
-from training import QUIET, config, few_shapes
 
 pytestmark = pytest.mark.filterwarnings("ignore:this model's γ:UserWarning")
 

@@ -61,7 +61,7 @@ class Processes:
 
     def __init__(self):
         self.context = get_context("forkserver")
-        self.context.set_forkserver_preload(["training"])
+        self.context.set_forkserver_preload(["small_training"])
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
             forkserver.ensure_running()
