@@ -56,13 +56,15 @@ def speed(step: Callable[[], Any], batch: int, seconds: float, warm_up: int = 5)
     for _ in range(warm_up):
         step()
     synchronise()
-    started, steps = time.perf_counter(), 0
-    while time.perf_counter() - started < seconds:
-        for _ in range(10):
+    started, steps, some = time.perf_counter(), 0, 1
+    while (passed := time.perf_counter() - started) < seconds:
+        if steps:
+            some = max(1, round(steps / passed * 0.5))  # so that waiting for the GPU is rare
+        for _ in range(some):
             step()
-        steps += 10
+        steps += some
         synchronise()
-    return steps * batch / (time.perf_counter() - started)
+    return steps * batch / passed
 
 
 def our_loop(config: TrainConfig, data: Split | None, workers: int | None) -> training._Run:

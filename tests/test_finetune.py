@@ -106,9 +106,9 @@ def test_norms_keep_their_statistics_when_only_the_head_learns(tmp_path, monkeyp
     )
     tb.calibrate(model, task([0, 1, 2]).train.batch(torch.arange(32))[0])
     tb.save(model, tmp_path / "m.safetensors")
-    after = tuned(
-        tmp_path / "m.safetensors", tmp_path / "run", monkeypatch, head_only=True, epochs=1
-    )
+    settings = {"head_only": True, "epochs": 1, "preset": "paper"}  # which T is not taken from
+    after = tuned(tmp_path / "m.safetensors", tmp_path / "run", monkeypatch, **settings)
+    assert (after.scaling, after.temperature != model.temperature) == ("calibrated", True)
     before = weights(model)
     changed = {n for n, v in weights(after).items() if not same(v, before[n])}
     assert changed == {"network.18.weight"}

@@ -168,10 +168,10 @@ class _Run:
         ).to(device)
 
     def _set_scales(self, model: BcosModel) -> None:
-        c = self.config
-        if not c.preset and not isinstance(model, ConventionalModel):
+        tuned = bool(self.config.start_from)  # then the preset was for another classifier
+        if (tuned or not self.config.preset) and not isinstance(model, ConventionalModel):
             images = self.batches.at(0, whole=True)[0]  # the same in every process
-            calibrate(model, images, only_temperature=bool(c.start_from))
+            calibrate(model, images, only_temperature=tuned)
 
     def begin(self) -> None:
         """The last thing before the first step, when it is known which one that is."""

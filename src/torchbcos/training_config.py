@@ -23,7 +23,7 @@ class TrainConfig:
     arch: str = "cifar9"  # for create_model; "conventional/NAME" for the network as it was
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for create_model
     preset: str = ""  # "paper", or "" to calibrate on the first batch
-    start_from: str = ""  # a checkpoint to fine-tune, or ""; then arch and options are its own
+    start_from: str = ""  # a checkpoint to fine-tune, with its own arch, options and γ; or ""
     head_only: bool = False  # with start_from: train nothing but the classifier
     size: int = 0  # pixels; 0 for the data's own
     test_part: float = 1.0  # of a test image's height and width, as read from files
