@@ -13,7 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from torchbcos.data import Images, Split
+    from torchbcos.data import ImageSet, Split
     from torchbcos.models import BcosModel
     from torchbcos.neurons import Neurons, Ranked
 
@@ -127,7 +127,7 @@ def show(
     Console().print(f"Open {out}", soft_wrap=True, markup=False)
 
 
-def _open(name: str, data: str, split: str, device: str) -> tuple[BcosModel, Split, Images]:
+def _open(name: str, data: str, split: str, device: str) -> tuple[BcosModel, Split, ImageSet]:
     from torchbcos.checkpoint import load
     from torchbcos.data import open_data
 

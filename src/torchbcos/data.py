@@ -66,14 +66,18 @@ class ImageFiles:
     size: tuple[int, int]
     part: float = 1.0  # how much of the largest centred square is seen; see `read_pixels`
     skipped: tuple[str, ...] = ()  # one sentence for each file left out
+    device: torch.device | str = "cpu"  # where `batch` brings them
 
     def __len__(self) -> int:
         return len(self.files)
 
+    def to(self, device: torch.device | str) -> ImageFiles:
+        return replace(self, device=device)
+
     def batch(self, indices: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Images in 0..1 and labels; `crops` [N, 4] takes parts as `augment.crops` draws them."""
         pixels, labels = self.decode(indices, crops)
-        return pixels.float() / 255, labels
+        return pixels.to(self.device).float() / 255, labels.to(self.device)
 
     def decode(self, indices: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `batch`, in bytes."""

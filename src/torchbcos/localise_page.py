@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchbcos import render
 from torchbcos.checkpoint import write_atomically
-from torchbcos.data import Images
+from torchbcos.data import ImageSet
 from torchbcos.explain import explain
 from torchbcos.localise_run import Game, MethodScores, Played, grid_images
 from torchbcos.page import Panel, Section, build_page
@@ -34,7 +34,7 @@ PICTURE = 224  # pixels of a panel
 def write_report(
     played: Sequence[Played],
     models: Sequence[nn.Module],
-    sets: Sequence[Images],
+    sets: Sequence[ImageSet],
     classes: Sequence[str],
     game: Game,
     out: Path,
@@ -68,7 +68,7 @@ def write_report(
 
 def qualitative_figure(
     model: nn.Module,
-    images: Images,
+    images: ImageSet,
     played: Played,
     classes: Sequence[str],
     methods: Sequence[Method],
@@ -105,7 +105,7 @@ def qualitative_figure(
 
 
 def extreme_grids(
-    played: Played, model: nn.Module, images: Images, classes: Sequence[str], game: Game
+    played: Played, model: nn.Module, images: ImageSet, classes: Sequence[str], game: Game
 ) -> list[Section]:
     """The most and the least successful grids of a model's best method, with every cell's map."""
     best = _best(played)

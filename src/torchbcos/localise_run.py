@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchbcos._version import __version__
 from torchbcos.checkpoint import write_atomically
-from torchbcos.data import Images
+from torchbcos.data import ImageSet
 from torchbcos.disconnected import cell_targets, difull, dipart
 from torchbcos.explain import logits_of, network_input, unwrapped
 from torchbcos.localise import (
@@ -103,7 +103,7 @@ class Played:
 
 def play(
     model: nn.Module,
-    images: Images,
+    images: ImageSet,
     methods: Sequence[str] = ("all",),
     game: Game | None = None,
     *,
@@ -136,7 +136,7 @@ def play(
 
 def _play(
     model: nn.Module,
-    images: Images,
+    images: ImageSet,
     methods: Sequence[Method],
     game: Game,
     name: str,
@@ -168,7 +168,7 @@ def _play(
     return Played(name, accuracy, _exponent(model), plan, tuple(results))
 
 
-def grid_images(images: Images, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def grid_images(images: ImageSet, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The grids of some rows of a plan, [G, C, n·H, n·W], and the classes of their cells."""
     cells, labels = images.batch(rows.flatten())
     return compose(cells, n), labels.view(len(rows), -1)
@@ -177,7 +177,7 @@ def grid_images(images: Images, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
 def _score_method(
     method: Method,
     model: nn.Module,
-    images: Images,
+    images: ImageSet,
     plan: Tensor,
     game: Game,
     classes: int,
@@ -186,7 +186,7 @@ def _score_method(
     batch: int,
     console: Console,
 ) -> MethodScores:
-    smooth = game.kernel(method, images.pixels.shape[-1])
+    smooth = game.kernel(method, images.size[-1])
     identity = {**identity, "method": method.name, "smooth": smooth}
     path = out / f"{method.name}.json" if out is not None else None
     done, seconds = _stored(path, identity)
@@ -285,7 +285,7 @@ def _evidence() -> dict[str, str]:
 
 
 @torch.no_grad()
-def _predict(model: nn.Module, images: Images, batch: int) -> Tensor:
+def _predict(model: nn.Module, images: ImageSet, batch: int) -> Tensor:
     inner = unwrapped(model)
     logits = []
     for indices in torch.arange(len(images)).split(batch):
@@ -294,7 +294,7 @@ def _predict(model: nn.Module, images: Images, batch: int) -> Tensor:
     return torch.cat(logits)
 
 
-def _subject(model: nn.Module, images: Images, plan: Tensor, game: Game) -> nn.Module:
+def _subject(model: nn.Module, images: ImageSet, plan: Tensor, game: Game) -> nn.Module:
     if game.setting == "difull":
         return difull(model, game.n)
     if game.setting == "dipart":
