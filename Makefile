@@ -29,7 +29,7 @@ format: setup
 	$(BIN)/ruff check --fix
 
 bench: setup
-	$(BIN)/python benchmarks/explain.py
+	$(BIN)/torchbcos bench --device $$($(BIN)/python -c "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')") --out out/speed.json
 
 docs: setup
 	$(BIN)/python benchmarks/architectures.py

@@ -131,6 +131,13 @@ def commit() -> str:
     )
 
 
+def installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def evidence(arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(arguments.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
@@ -141,7 +148,7 @@ def evidence(arguments: argparse.Namespace) -> dict[str, Any]:
         "device": name,
         "torch": torch.__version__,
         "torchbcos": tb.__version__,
-        **{p: metadata.version(p) for p in ("captum", "lime", "scikit-image")},
+        **{p: installed(p) for p in ("captum", "lime", "scikit-image")},
         "tf32_convolutions": torch.backends.cudnn.allow_tf32,
         "channels_last": arguments.channels_last,
         "grids": arguments.grids,

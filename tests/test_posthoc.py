@@ -5,9 +5,6 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from lime.lime_image import LimeImageExplainer
-from skimage.segmentation import quickshift
-from skimage.transform import resize
 from torch import nn
 
 import torchbcos as tb
@@ -196,6 +193,8 @@ def test_rise_masks_are_enlarged_as_in_the_original():
     steps = [8, 11]
     shifts = [torch.randint(s, (5,), generator=generator) for s in steps]
     for i in range(5):
+        from skimage.transform import resize
+
         full = resize(
             grids[i].numpy().astype("float32"),
             ((cells + 1) * 8, (cells + 1) * 11),
@@ -237,6 +236,9 @@ def test_lime_is_what_the_package_computes(kind, conventional, bcos):
         with torch.no_grad():
             logits = model(torch.from_numpy(pixels).permute(0, 3, 1, 2).float())
         return (logits.softmax(1) if kind == "conventional" else logits.sigmoid()).numpy()
+
+    from lime.lime_image import LimeImageExplainer
+    from skimage.segmentation import quickshift
 
     explained = LimeImageExplainer(random_state=0).explain_instance(
         image[0].permute(1, 2, 0).double().numpy(),

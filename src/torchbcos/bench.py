@@ -32,7 +32,7 @@ from torchbcos.explain import explain
 from torchbcos.layers import AvgPool2d, BcosConv2d, BcosLinear
 from torchbcos.models import BcosModel, create_model
 
-__all__ = ["Case", "Measurement", "bench", "check_kernels", "evidence"]
+__all__ = ["BenchError", "Case", "Measurement", "bench", "check_kernels", "evidence", "suite"]
 
 CLASSES = 10  # of every network: the classifier's size is not what is measured
 
@@ -62,8 +62,48 @@ class Measurement:
     )  # the sum of the device's kernels; the rest is waiting for the host
     peak_mib: float | None
 
+    def words(self) -> str:
+        c = self.case
+        what = (
+            f"{c.arch} {c.way:12} {c.task:11} {c.units} unit{'s' if c.units > 1 else ' '} B={c.b:g}"
+        )
+        setting = f"batch {c.batch:3} {c.size} px" + (
+            f" {c.targets} targets" if c.targets > 1 else ""
+        )
+        memory = "" if self.peak_mib is None else f"  {self.peak_mib:8.0f} MiB"
+        busy = "" if self.busy_milliseconds is None else f" (device {self.busy_milliseconds:.2f})"
+        compiled = " compiled" if c.compiled else ""
+        return f"{what} {setting}{compiled}: {self.milliseconds:9.2f} ms{busy}{memory}"
+
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self.case), **{k: v for k, v in asdict(self).items() if k != "case"}}
+
+
+def suite(device: str, compiled: bool = True) -> list[Case]:
+    """What is compared, the most telling first; on a CPU only what takes minutes there."""
+    ways = [("conventional", 1), ("floor", 1), ("peer", 1), ("ours", 1)]
+    two = [("floor", 2), ("peer", 2), ("ours", 2)]
+    if device == "cpu":
+        return [
+            Case(w, task, units=u, batch=8) for task in ("inference", "training") for w, u in ways
+        ]
+    cases = [Case(w, t, units=u) for t in ("training", "inference") for w, u in ways + two]
+    cases += [Case("ours", t, b=b) for t in ("training", "inference") for b in (1, 1.5, 2.5)]
+    cases += [Case("ours", "inference", batch=256), Case("ours", "explanation", batch=256)]
+    cases += [Case("peer", "explanation", batch=1), Case("ours", "explanation", batch=1)]
+    for arch, batch, size in (("densenet121", 64, 224), ("vgg11", 64, 224), ("cifar9", 64, 32)):
+        cases += [
+            Case(w, t, arch, u, batch=batch, size=size)
+            for t in ("training", "inference")
+            for w, u in (*ways[:2], ways[3], two[2])
+        ]
+    cases += [Case("ours", "training", batch=n) for n in (16, 32, 64, 256)]
+    cases += [Case("ours", "training", batch=64, size=size) for size in (96, 160, 320)]
+    cases += [Case("ours", "explanation", batch=64, targets=k) for k in (1, 2, 5, 10)]
+    if compiled:
+        cases += [Case(w, "training", units=u, compiled=True) for w, u in reversed(ways)]
+        cases += [Case("ours", "inference", compiled=True)]
+    return cases
 
 
 class BenchError(RuntimeError):

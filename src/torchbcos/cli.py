@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -293,3 +293,39 @@ app.command(epilog="Example: torchbcos toy --out toy --b 1,2,4,10")(cli_localise
 
 if __name__ == "__main__":
     main()
+
+
+@app.command(epilog="Example: torchbcos bench --device cuda --out speed.json")
+def bench(
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
+    compiled: Annotated[bool, typer.Option(help="Also with torch.compile.")] = True,
+    seconds: Annotated[float, typer.Option(help="For each measurement.", min=0.01)] = 0.5,
+    out: Annotated[Path, typer.Option(help="JSON file, written after each one.")] = Path(
+        "speed.json"
+    ),
+) -> None:
+    """Time and memory of B-cos networks beside conventional ones, a floor, and the peer's."""
+    import torch
+
+    from torchbcos import bench as benchmark
+    from torchbcos.checkpoint import write_atomically
+
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    document: dict[str, Any] = {
+        "evidence": {
+            "command": " ".join(["torchbcos", *sys.argv[1:]]),
+            **benchmark.evidence(device, dtype),
+        },
+        "measurements": [],
+    }
+    try:
+        for found in benchmark.bench(
+            benchmark.suite(device.split(":")[0], compiled), device, dtype, seconds
+        ):
+            document["measurements"].append(found.as_json())
+            write_atomically(out, (json.dumps(document, indent=1) + "\n").encode())
+            output.print(found.words(), highlight=False, soft_wrap=True)
+    except benchmark.BenchError as error:
+        complain(str(error))
+        sys.exit(1)
+    output.print(f"Wrote {out}", soft_wrap=True, markup=False)

@@ -83,6 +83,7 @@ class _Run:
     ) -> None:
         self.config, self.out, self.fabric, self.workers = config, out, fabric, workers
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
+        torch.backends.cudnn.benchmark = True  # batches keep their shape
         self.data = self._open_data(console)
         if len(self.data.train) < config.batch:
             raise ValueError(
