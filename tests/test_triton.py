@@ -55,7 +55,7 @@ def check(x, w, **arguments):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("max_out", [1, 2, 3])
-@pytest.mark.parametrize("b", [1.0, 1.5, 2.0, 2.5, 6.0])
+@pytest.mark.parametrize("b", [1.0, 1.25, 1.5, 1.6, 2.0, 2.75, 6.0])
 def test_equals_the_reference(b, max_out, format):
     x, w = draw(2, 5, 6, 7, format=format), draw(3 * max_out, 5, 3, 3, format=format, seed=1)
     check(x, w, stride=2, b=b, max_out=max_out, scale=1.7)

@@ -41,7 +41,7 @@ def bcos_linear(
     x: Tensor, weight: Tensor, b: float, max_out: int, scale: float, hold: Hold | None
 ) -> Tensor:
     """See `reference.bcos_linear`."""
-    if (b != 1 or max_out > 1) and _holds_plainly(hold) and _fusible(x, weight):
+    if _holds_plainly(hold) and _fusible(x, weight):
         from torchbcos.ops import triton
 
         return triton.bcos_linear(x, weight, b, max_out, scale, hold)
@@ -61,7 +61,7 @@ def bcos_conv(
     hold: Hold | None,
 ) -> Tensor:
     """See `reference.bcos_conv`."""
-    fused = groups == 1 and (b != 1 or max_out > 1) and _holds_plainly(hold)
+    fused = groups == 1 and _holds_plainly(hold)
     if fused and weight.dim() < 5 and _fusible(x, weight):
         from torchbcos.ops import triton
 

@@ -5,7 +5,7 @@ image · stride_n + place · stride_p, so that both memory formats are the same 
 and written in the tensors' types and computed in float32.
 """
 
-# Capitals are compile-time constants; POWER is 0 for b = 1, 1 for b = 2, and 2 for any other b.
+# Capitals are compile-time constants; QUARTERS is 4·(b - 1) where that is a small integer, else -1.
 
 import triton
 import triton.language as tl
@@ -63,6 +63,22 @@ def unit_rows_backward(
 def _inverse_root(sq_norm):
     """1/√, and 0 of 0."""
     return tl.where(sq_norm > 0, 1.0 / tl.sqrt(tl.where(sq_norm > 0, sq_norm, 1.0)), 0.0)
+
+
+@triton.jit
+def _power(a, exponent, QUARTERS: tl.constexpr):
+    """a^exponent of a ≥ 0, by roots and products where that is enough."""
+    if QUARTERS < 0:
+        power = tl.exp2(exponent * tl.log2(tl.maximum(a, 1.2e-38)))
+        return tl.where(a > 0, power, 0.0)
+    power = tl.full(a.shape, 1.0, tl.float32)
+    for _ in tl.static_range(QUARTERS // 4):
+        power *= a
+    if QUARTERS % 4 >= 2:
+        power *= tl.sqrt(a)
+    if QUARTERS % 2 == 1:
+        power *= tl.sqrt(tl.sqrt(a))
+    return power
 
 
 @triton.jit
@@ -153,14 +169,14 @@ def forward(
     pixels, places, lin_n, lin_p, lin_c, out_n, out_p, out_c,
     in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
     b, scale,
-    TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, UNITS: tl.constexpr, POWER: tl.constexpr,
+    TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, UNITS: tl.constexpr, QUARTERS: tl.constexpr,
     KEEP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The largest unit times scale · |c|^(b-1), and the sum of squares; with KEEP, which unit."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < pixels
     inverse = tl.zeros([BLOCK_M], tl.float32)
-    if POWER != 0:
+    if QUARTERS != 0:
         inverse = _inverse_root(
             _box_sum(
                 sq, m, inside, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w,
@@ -183,17 +199,13 @@ def forward(
                 which = tl.where(better, unit, which).to(tl.int8)
             if KEEP:
                 tl.store(winner + out_at[:, None] + c[None, :] * out_c, which, mask=mask)
-        if POWER == 0:
+        if QUARTERS == 0:
             value = best * scale
         else:
             cosine = tl.abs(best * inverse[:, None])
-            if POWER == 1:
-                value = best * (cosine * scale)
-            else:
-                if b > 2:  # rounding makes it exceed 1 a little, which a large b amplifies
-                    cosine = tl.minimum(cosine, 1.0)
-                power = tl.exp2((b - 1) * tl.log2(tl.maximum(cosine, 1.2e-38)))
-                value = best * (tl.where(cosine > 0, power, 0.0) * scale)
+            if b > 2:  # rounding makes it exceed 1 a little, which a large b amplifies
+                cosine = tl.minimum(cosine, 1.0)
+            value = best * (_power(cosine, b - 1, QUARTERS) * scale)
         rounded = value.to(out.dtype.element_ty)
         tl.store(out + out_at[:, None] + c[None, :] * out_c, rounded, mask=mask)
         kept = rounded.to(tl.float32)
@@ -207,7 +219,7 @@ def backward(
     pixels, places, grad_n, grad_p, grad_c, out_n, out_p, out_c, lin_n, lin_p, lin_c,
     in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
     b, scale,
-    TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, UNITS: tl.constexpr, POWER: tl.constexpr,
+    TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, UNITS: tl.constexpr, QUARTERS: tl.constexpr,
     FROZEN: tl.constexpr, NORMS: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -215,13 +227,14 @@ def backward(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < pixels
     inverse = tl.zeros([BLOCK_M], tl.float32)
-    if POWER != 0:
+    if QUARTERS != 0:
         inverse = _inverse_root(
             _box_sum(
                 sq, m, inside, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w,
                 dil_h, dil_w, TAPS_H, TAPS_W,
             )
         )  # fmt: skip
+    ROOT: tl.constexpr = 2 if QUARTERS == 4 else -1  # (b - 1)/b in quarters; few b have it so
     slope = scale
     if not FROZEN:
         slope = scale * b
@@ -233,20 +246,15 @@ def backward(
         mask = inside[:, None] & (c < CHANNELS)[None, :]
         g = tl.load(grad + grad_at[:, None] + c[None, :] * grad_c, mask=mask, other=0.0)
         g = g.to(tl.float32)
-        if POWER == 0:
+        if QUARTERS == 0:
             by_lin = g * slope
         else:
             value = tl.load(out + out_at[:, None] + c[None, :] * out_c, mask=mask, other=0.0)
             value = value.to(tl.float32)
             ratio = tl.abs(value) * (inverse / scale)[:, None]  # |c|^b
-            if POWER == 1:
-                factor = tl.sqrt(ratio)
-            else:
-                if b > 2:
-                    ratio = tl.minimum(ratio, 1.0)
-                factor = tl.exp2(((b - 1) / b) * tl.log2(tl.maximum(ratio, 1.2e-38)))
-                factor = tl.where(ratio > 0, factor, 0.0)
-            by_lin = g * (factor * slope)
+            if b > 2:
+                ratio = tl.minimum(ratio, 1.0)
+            by_lin = g * (_power(ratio, (b - 1) / b, ROOT) * slope)
             if NORMS:
                 along += tl.sum(g * value, 1)
         at = lin_grad + lin_at[:, None] + c[None, :] * lin_c

@@ -61,8 +61,8 @@ class _Layer:
         self.is_linear = len(weight) == 2
         self.taps = (1, 1) if self.is_linear else weight[2:]
         self.channels = weight[0] // t.units
-        # 0 and 1 for the exponents that need no logarithm, 2 for the others
-        self.power = {1.0: 0, 2.0: 1}.get(t.b, 2)
+        quarters = 4 * (t.b - 1)  # such exponents need no logarithm
+        self.quarters = int(quarters) if quarters in range(13) else -1
         rows = (weight[0], row, self.channels, t.units, min(triton.next_power_of_2(row), 4096))
         self.unit_rows = Launch(kernels.unit_rows, *rows)
         self.unit_rows_backward = Launch(kernels.unit_rows_backward, *rows)
@@ -99,7 +99,7 @@ class _Layer:
             winner = torch.empty_like(out, dtype=torch.int8) if keep else out
         if sq is None:
             sq = torch.empty((n, *self.x[2:]), dtype=torch.float32, device=x.device)
-            if self.power:
+            if self.quarters:
                 self.sum_of_squares(x, sq)
         squares = sq.new_empty((n, h, w))
         key = (lin.stride(), keep)
@@ -107,7 +107,7 @@ class _Layer:
         if launch is None:
             launch = self._made[key] = self._over(
                 kernels.forward, out.shape, [lin.stride(), out.stride()],
-                *self._geometry(out.shape), t.b, t.scale, *self.taps, t.units, self.power,
+                *self._geometry(out.shape), t.b, t.scale, *self.taps, t.units, self.quarters,
                 keep and t.units > 1,
             )  # fmt: skip
         launch(lin, sq, out, squares, winner)
@@ -126,7 +126,7 @@ class _Layer:
         by_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         t = self.t
-        norms = bool(self.power) and by_x and not t.frozen
+        norms = self.quarters != 0 and by_x and not t.frozen
         grad = by_pixels(grad)
         lin_grad = empty_map(out, self.channels * t.units, out.dtype)
         sq_norm_grad = sq.new_empty((out.shape[0], *out.shape[2:])) if norms else sq
@@ -135,7 +135,7 @@ class _Layer:
         if launch is None:
             launch = self._made[key] = self._over(
                 kernels.backward, out.shape, [grad.stride(), out.stride(), lin_grad.stride()],
-                *self._geometry(out.shape), t.b, t.scale, *self.taps, t.units, self.power,
+                *self._geometry(out.shape), t.b, t.scale, *self.taps, t.units, self.quarters,
                 t.frozen, norms,
             )  # fmt: skip
         launch(grad, out, sq, winner, lin_grad, sq_norm_grad)
