@@ -1,5 +1,10 @@
 """The fused kernels against the reference in float64: on a GPU, else under Triton's interpreter."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -275,6 +280,20 @@ def test_sum():
     assert torch.equal(out, a + b)
     assert_agrees(launch.remembered_squares(out), out.detach().square().sum(1))
     assert torch.equal(torch.autograd.grad(out, a, b)[0], b)
+
+
+def test_the_kernels_compile_for_a_gpu(tmp_path):
+    """The interpreter forgives what the compiler does not; compiling needs no GPU."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert {"forward 4", "backward 4", "average 1"} <= set(done.stdout.splitlines())
 
 
 # Which twin is chosen.

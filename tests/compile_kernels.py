@@ -1,0 +1,66 @@
+"""Compile every kernel for a GPU that need not be there; run by test_triton in its own process."""
+
+import inspect
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from torchbcos.ops import kernels
+
+CONSTANTS = {
+    "TAPS_H": 3,
+    "TAPS_W": 3,
+    "CHANNELS": 64,
+    "BLOCK_M": 64,
+    "BLOCK_C": 64,
+    "BLOCK": 1024,
+    "KEEP": True,
+    "FROZEN": False,
+    "NORMS": True,
+}
+VARIANTS = [{"UNITS": u, "QUARTERS": q} for u, q in ((1, -1), (2, 0), (1, 4), (2, 7))]
+POINTERS = {
+    "weight", "rows", "grad_rows", "grad", "x", "sq", "a", "out", "out_sq", "lin",
+    "lin_grad", "sq_norm_grad", "x_grad",
+}  # fmt: skip
+FLOAT32 = {"sq", "out_sq", "sq_norm_grad"}
+
+
+def signature(kernel, constants):
+    kinds = {}
+    for name in inspect.signature(kernel.fn).parameters:
+        if name in constants:
+            kinds[name] = "constexpr"
+        elif name == "winner":
+            kinds[name] = "*i8"
+        elif name in FLOAT32:
+            kinds[name] = "*fp32"
+        elif name in POINTERS or (name == "b" and kernel is kernels.add):
+            kinds[name] = "*bf16"
+        elif name in ("b", "scale"):
+            kinds[name] = "fp32"
+        else:
+            kinds[name] = "i32"
+    return kinds
+
+
+def main():
+    for kernel in vars(kernels).values():
+        if not isinstance(kernel, triton.runtime.JITFunction) or kernel.fn.__name__[0] == "_":
+            continue
+        names = list(inspect.signature(kernel.fn).parameters)
+        seen = set()
+        for variant in VARIANTS:
+            constants = {n: v for n, v in (CONSTANTS | variant).items() if n in names}
+            if tuple(constants.items()) in seen:
+                continue
+            seen.add(tuple(constants.items()))
+            source = ASTSource(kernel, signature(kernel, constants), constants)
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+            assert made.asm["ptx"]
+        print(kernel.fn.__name__, len(seen))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
