@@ -34,6 +34,7 @@ bench: setup
 docs: setup
 	$(BIN)/python benchmarks/architectures.py
 	$(BIN)/python docs/make_pictures.py
+	$(BIN)/python docs/make_speed.py
 	$(BIN)/pytest -q README.md docs
 
 clean:

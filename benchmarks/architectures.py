@@ -18,7 +18,6 @@ import gc
 import json
 import logging
 import platform
-import subprocess
 import sys
 import time
 import warnings
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchbcos as tb
+from torchbcos.evidence import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 0
@@ -181,20 +181,6 @@ def processor() -> str:
     except (OSError, StopIteration):
         model = platform.machine()
     return f"CPU: {model}, {torch.get_num_threads()} thread(s)"
-
-
-def commit() -> str:
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        )
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src"])
-    except OSError:
-        return "unknown"
-    return (head.stdout.strip() or "unknown") + (
-        " with changes in src" if changed.returncode else ""
-    )
 
 
 def evidence() -> dict[str, Any]:

@@ -16,7 +16,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 import torchbcos as tb
 from torchbcos.data import shapes
 from torchbcos.encoding import encode
+from torchbcos.evidence import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 0
@@ -100,20 +100,6 @@ def processor() -> str:
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.machine()
-
-
-def commit() -> str:
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        )
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src"])
-    except OSError:
-        return "unknown"
-    return (head.stdout.strip() or "unknown") + (
-        " with changes in src" if changed.returncode else ""
-    )
 
 
 def evidence(arguments: argparse.Namespace) -> dict[str, Any]:

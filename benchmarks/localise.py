@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import platform
-import subprocess
 import sys
 import time
 from importlib import metadata
@@ -27,6 +26,7 @@ import torch
 
 import torchbcos as tb
 from torchbcos.data import Images
+from torchbcos.evidence import commit
 from torchbcos.localise import default_kernel, score_cells
 from torchbcos.localise_run import grid_images
 from torchbcos.posthoc import METHODS, Method, choose_methods
@@ -115,20 +115,6 @@ class Bench:
             "seconds": round(taken, 3),
             "grids_per_second": round(done / taken, 4),
         }
-
-
-def commit() -> str:
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        )
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src"])
-    except OSError:
-        return "unknown"
-    return (head.stdout.strip() or "unknown") + (
-        " with changes in src" if changed.returncode else ""
-    )
 
 
 def installed(package: str) -> str:

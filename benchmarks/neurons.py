@@ -16,7 +16,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ import torch
 
 import torchbcos as tb
 from torchbcos.data import Images
+from torchbcos.evidence import commit
 from torchbcos.neurons import collect, memory_bound
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,20 +83,6 @@ def hardware(device: str) -> str:
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.machine()
-
-
-def commit() -> str:
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        )
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src"])
-    except OSError:
-        return "unknown"
-    return (head.stdout.strip() or "unknown") + (
-        " with changes in src" if changed.returncode else ""
-    )
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 import torch
-from training import commit
 
 import torchbcos as tb
+from torchbcos.evidence import commit
 from torchbcos.processes import make_fabric
 from torchbcos.recipe import read_recipe
 from torchbcos.shapes import shapes

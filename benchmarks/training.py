@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,6 +37,7 @@ from torchvision.datasets import ImageFolder
 import torchbcos as tb
 from torchbcos import train as training
 from torchbcos.data import Images, Split, default_workers, shapes
+from torchbcos.evidence import commit
 from torchbcos.processes import make_fabric
 from torchbcos.recipe import read_recipe
 from torchbcos.training_config import TrainConfig
@@ -217,17 +217,6 @@ def loader_alone(arguments: argparse.Namespace, report: Callable[[str, Any], Non
     batches = endless(loader)
     found = speed(lambda: next(batches), arguments.large_batch, arguments.seconds / 2, warm_up=2)
     report("torchvision_loader_alone", round(found))
-
-
-def commit() -> str:
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True)
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src"])
-    except OSError:
-        return "unknown"
-    name = head.stdout.decode().strip() or "unknown"
-    return name + (" with changes in src" if changed.returncode else "")
 
 
 def evidence(arguments: argparse.Namespace) -> dict[str, Any]:

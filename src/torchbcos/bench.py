@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from torchbcos import functional
 from torchbcos._version import __version__
+from torchbcos.evidence import commit, device_name
 from torchbcos.explain import explain
 from torchbcos.layers import AvgPool2d, BcosConv2d, BcosLinear
 from torchbcos.models import BcosModel, create_model
@@ -153,9 +154,10 @@ def check_kernels(device: torch.device) -> None:
 
 def evidence(device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
     device = torch.device(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     found = {
-        "device": name,
+        "commit": commit(),
+        "seed": 0,
+        "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
         "memory_format": "channels_last",
         "threads": torch.get_num_threads(),

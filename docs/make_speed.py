@@ -1,0 +1,137 @@
+"""Write docs/speed.md and its plot from results/speed_gpu.json; see `torchbcos bench`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parent.parent
+NAMES = {"resnet34": "ResNet-34", "densenet121": "DenseNet-121", "vgg11": "VGG-11"}
+COLOURS = {"conventional": "#8c8c8c", "floor": "#c9c9c9", "peer": "#d98c5f", "ours": "#1f77d0"}
+
+TEXT = """\
+# How fast
+
+This page is made by `python docs/make_speed.py` from `results/speed_gpu.json`, which was written by
+one run of `{command}`
+on one {device}: {dtype}, {format}, torch {torch}, Triton {triton}, commit {commit}.
+
+Each time is a median over five groups of steps. *Device* is the sum of the kernels' times in one
+step; what a step takes beyond it is waiting for Python to launch them, here on a slow host. A
+captured CUDA graph, as in `torchbcos train`, does not wait. *Floor* is the same network with plain
+convolutions, torch's own pools and sums, and neither norm nor activation (two units: doubled
+channels and a plain maximum); *peer* is the same network with the layers of `bcos` 0.1.3. Before
+anything is measured, the layers are compared with the reference in float64.
+"""
+
+Row = dict[str, Any]
+
+
+def page(document: Row) -> str:
+    e, rows = document["evidence"], document["measurements"]
+    parts = [
+        TEXT.format(**e, format=e["memory_format"].replace("_", " ")),
+    ]
+    if "cut_off" in document:
+        parts.append(f"The run was cut off {document['cut_off']}.\n")
+    for arch in dict.fromkeys(r["arch"] for r in rows):
+        for task in ("training", "inference"):
+            chosen = [r for r in rows if r["arch"] == arch and r["task"] == task and usual(r, rows)]
+            if len(chosen) > 1:
+                parts += table(arch, task, chosen)
+    parts += exponents(rows) + explanations(rows)
+    parts.append("![Time of a training step](pictures/speed.png)\n")
+    return "\n".join(parts)
+
+
+def usual(row: Row, rows: list[Row]) -> bool:
+    """B = 2 at the batch that all ways of this network were measured at."""
+    first = next(r for r in rows if r["arch"] == row["arch"])
+    return bool(row["b"] == 2 and (row["batch"], row["size"]) == (first["batch"], first["size"]))
+
+
+def table(arch: str, task: str, rows: list[Row]) -> list[str]:
+    step = "training step" if task == "training" else "inference"
+    lines = [
+        f"## {NAMES.get(arch, arch)}, {step}, batch {rows[0]['batch']}, {rows[0]['size']} pixels\n",
+        "| | units | ms | of the floor's | device ms | of the floor's | MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    floors = {(r["units"], r["compiled"]): r for r in rows if r["way"] == "floor"}
+    for r in rows:
+        floor = floors.get((r["units"], r["compiled"]))
+        cells = [r["way"] + (", compiled" if r["compiled"] else ""), str(r["units"])]
+        for key in ("milliseconds", "busy_milliseconds"):
+            cells += [f"{r[key]:.1f}", f"{r[key] / floor[key]:.2f}" if floor else "–"]
+        lines.append(f"| {' | '.join(cells)} | {r['peak_mib']:.0f} |")
+    return [*lines, ""]
+
+
+def exponents(rows: list[Row]) -> list[str]:
+    ours = [
+        r for r in rows
+        if r["way"] == "ours" and r["arch"] == "resnet34" and r["units"] == 1
+        and (r["batch"], r["size"], r["compiled"]) == (128, 224, False)
+    ]  # fmt: skip
+    lines = [
+        "## Exponents, ResNet-34, one unit, device ms\n",
+        "| B | training | inference |",
+        "|---|---|---|",
+    ]
+    for b in sorted({r["b"] for r in ours}):
+        times = {r["task"]: f"{r['busy_milliseconds']:.1f}" for r in ours if r["b"] == b}
+        lines.append(f"| {b:g} | {times.get('training', '–')} | {times.get('inference', '–')} |")
+    return [*lines, ""]
+
+
+def explanations(rows: list[Row]) -> list[str]:
+    lines = [
+        "## Explanations, ResNet-34, one unit\n",
+        "| | images | targets | ms | images/s | × inference of the same batch |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        if r["task"] != "explanation":
+            continue
+        same = [
+            i["milliseconds"] for i in rows
+            if i["task"] == "inference" and i["way"] == r["way"] and i["units"] == r["units"]
+            and i["arch"] == r["arch"] and i["batch"] == r["batch"] and i["b"] == r["b"]
+        ]  # fmt: skip
+        ratio = f"{r['milliseconds'] / same[0]:.2f}" if same else "–"
+        speed = f"{r['batch'] / r['milliseconds'] * 1000:,.0f}"
+        cells = [r["way"], r["batch"], r["targets"], f"{r['milliseconds']:.1f}", speed, ratio]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return [*lines, ""]
+
+
+def plot(rows: list[Row]) -> Figure:
+    chosen = [r for r in rows if r["task"] == "training" and usual(r, rows) and not r["compiled"]]
+    chosen = [r for r in chosen if r["arch"] == "resnet34"]
+    figure = Figure(figsize=(7.5, 3.2), layout="constrained", facecolor="white")
+    axis = figure.add_subplot()
+    names = [f"{r['way']}, {r['units']} unit{'s' * (r['units'] > 1)}" for r in chosen]
+    places = range(len(chosen))
+    axis.barh(
+        places, [r["milliseconds"] for r in chosen], color="#eeeeee", label="waiting for the host"
+    )
+    axis.barh(
+        places,
+        [r["busy_milliseconds"] for r in chosen],
+        color=[COLOURS[r["way"]] for r in chosen],
+    )
+    axis.set_yticks(places, names)
+    axis.invert_yaxis()
+    axis.set_xlabel("ms of a training step, ResNet-34 (pale: waiting for the host)")
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    return figure
+
+
+if __name__ == "__main__":
+    document = json.loads((ROOT / "results" / "speed_gpu.json").read_text())
+    (ROOT / "docs" / "speed.md").write_text(page(document))
+    plot(document["measurements"]).savefig(ROOT / "docs" / "pictures" / "speed.png", dpi=100)
