@@ -253,19 +253,20 @@ def main() -> None:
     arguments = parser.parse_args()
 
     results: dict[str, Any] = {}
+    proof = evidence(arguments)
 
     def report(name: str, value: Any) -> None:
         results[name] = value
         print(f"{name}: {value:,}", flush=True)
+        document = {"evidence": proof, "images_per_second": results, "goals": GOALS}
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")  # what is known so far
 
     if arguments.only != "resnet":
         cifar(arguments, report)
     if arguments.only != "cifar":
         resnet(arguments, report)
         loader_alone(arguments, report)
-    document = {"evidence": evidence(arguments), "images_per_second": results, "goals": GOALS}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

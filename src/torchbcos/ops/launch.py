@@ -50,7 +50,10 @@ class Launch:
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         pointers = [t.data_ptr() for t in tensors]
-        self._start(*self._grid, stream, *self._between, *pointers, *self._rest)
+        try:
+            self._start(*self._grid, stream, *self._between, *pointers, *self._rest)
+        except TypeError:  # a Triton that starts its kernels in another way
+            self._kernel[self._grid](*tensors, *self._rest)
 
 
 def tile(pixels: int, channels: int) -> tuple[int, int, int]:
