@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchbcos import cli_localise
+from torchbcos import cli_localise, cli_reproduce
 from torchbcos.cli_neurons import app as neurons_app
 
 app = typer.Typer(
@@ -289,6 +289,9 @@ app.command(
     epilog="Example: torchbcos localise --model cifar10 --data data/cifar10 --methods ours,ixg",
 )(cli_localise.localise)
 app.command(epilog="Example: torchbcos toy --out toy --b 1,2,4,10")(cli_localise.toy)
+app.command(
+    epilog="Example: torchbcos reproduce cifar10 --data data/cifar10 --out cifar10 --jobs 8",
+)(cli_reproduce.reproduce)
 
 
 if __name__ == "__main__":

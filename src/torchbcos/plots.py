@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["accuracy_and_localisation", "score_boxes"]
+__all__ = ["accuracy_and_localisation", "curves", "score_boxes"]
 
 BESIDE = 16  # boxes in one row of panels
 OURS, OTHER, INK = "#d62728", "#8fa3bf", "#1d2330"
@@ -72,6 +72,30 @@ def accuracy_and_localisation(points: Sequence[tuple[float, float, np.ndarray]])
     right.tick_params(axis="y", colors=OURS)
     right.spines[["top"]].set_visible(False)
     right.margins(y=0.25)
+    return fig
+
+
+def curves(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]]) -> Figure:
+    """One panel for each quantity, one line for each network: (epochs, values), values above 0."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    if not names:
+        raise ValueError("`panels` (={}) must hold at least one line.")
+    fig = Figure(figsize=(4.2 * len(panels) + 2.2, 3.6), layout="constrained")
+    colours = colormaps["turbo"](np.linspace(0.06, 0.94, len(names)))
+    axes = fig.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+        for name, (epochs, values) in lines.items():
+            axis.plot(epochs, values, color=colours[names.index(name)], linewidth=1.2, label=name)
+        axis.set_yscale("log")
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("epoch")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#e3e6ec", linewidth=0.8)
+    handles = {h.get_label(): h for a in fig.axes for h in a.get_lines()}
+    fig.legend(handles=list(handles.values()), loc="outside right upper", fontsize=8, frameon=False)
     return fig
 
 

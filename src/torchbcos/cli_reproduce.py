@@ -1,0 +1,142 @@
+"""The command `reproduce`: the paper's experiments, run again and put beside its numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from torchbcos.reproduce import Trial
+
+output, errors = Console(), Console(stderr=True)
+
+
+def reproduce(
+    study: Annotated[str, typer.Argument(help="What to reproduce: cifar10.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(help="Settings to change in all, as in epochs=2.", metavar="KEY=VALUE"),
+    ] = None,
+    data: Annotated[str, typer.Option(help="A CIFAR-10 folder, in any of its formats.")] = "",
+    out: Annotated[Path, typer.Option(help="Folder for results, models, logs.")] = Path("cifar10"),
+    only: Annotated[str, typer.Option(help="Run these experiments, comma-separated.")] = "",
+    jobs: Annotated[int, typer.Option(help="Experiments side by side.", min=1)] = 1,
+    methods: Annotated[
+        str, typer.Option(help="What ours is compared with: 'all', or ixg,gradcam,…")
+    ] = "all",
+    grids: Annotated[int, typer.Option(help="Grids of the pointing game.", min=1)] = 500,
+    slow_grids: Annotated[
+        int, typer.Option(help="Grids for methods that perturb: LIME, RISE, occlusion.", min=1)
+    ] = 100,
+    commit: Annotated[
+        str, typer.Option(help="The commit to record, if git cannot tell it here.")
+    ] = "",
+    page: Annotated[
+        bool, typer.Option("--page", help="Run nothing: make the page from --results.")
+    ] = False,
+    results: Annotated[Path, typer.Option(help="With --page: the folder of JSON files.")] = Path(
+        "results/cifar10"
+    ),
+    docs: Annotated[
+        Path, typer.Option(help="With --page: where cifar10.md and pictures/ go.")
+    ] = Path("docs"),
+    show_list: Annotated[bool, typer.Option("--list", help="Show the experiments.")] = False,
+) -> None:
+    """Train the paper's networks, measure them, and compare with what it reports.
+
+    Each experiment leaves OUT/results/NAME.json as soon as it is measured. The same command again
+    goes on where the last was stopped: what is finished is not run again.
+    """
+    from torchbcos.reproduce import Trial, choose_experiments, pack, run_all, write_page
+
+    if study != "cifar10":
+        raise ValueError(f"`study` (={study!r}) must be cifar10.")
+    chosen = choose_experiments(n.strip() for n in only.split(",") if n.strip())
+    if show_list:
+        for e in chosen:
+            reported = f"  (paper: {e.paper} %)" if e.paper else ""
+            _say(f"{e.name:<26}{e.recipe:<22}{e.what}{reported}")
+        return
+    if page:
+        for path in write_page(results, docs):
+            _say(f"Wrote {path}")
+        return
+    if not data:
+        raise ValueError("`--data` is missing: name a folder with CIFAR-10.")
+    evidence = {
+        "command": shlex.join(["torchbcos", *sys.argv[1:]]),
+        "commit": commit or _commit(),
+        "source": _source(),
+        "side_by_side": jobs,
+    }
+    names = tuple(m.strip() for m in methods.split(",") if m.strip())
+    trials = [
+        Trial(e, e.config(data, changes or ()), out, data, names, grids, slow_grids, evidence)
+        for e in chosen
+    ]
+    for trial in trials:  # results of other settings are refused before anything is read
+        trial.finished()
+    out.mkdir(parents=True, exist_ok=True)
+    place = pack(data, out, errors)
+    trials = [replace(t, config=replace(t.config, data=place)) for t in trials]
+    ended = run_all(trials, jobs, errors)
+    _print_results([t for t in trials if t.result.exists()])
+    stopped = [e.trial.name for e in ended if e.code == 130]
+    if stopped:
+        errors.print(f"stopped before the end of {', '.join(stopped)}: the same command goes on.")
+        raise typer.Exit(130)
+    failed = [e for e in ended if e.code]
+    for one in failed:
+        errors.print(one.report(), style="red", markup=False, highlight=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _say(words: str) -> None:
+    output.print(words, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_results(trials: list[Trial]) -> None:
+    table = Table("experiment", "accuracy", "paper", "localisation", "training")
+    for trial in trials:
+        found = json.loads(trial.result.read_text())
+        ours = found["localisation"]["methods"].get("ours")
+        table.add_row(
+            trial.name,
+            f"{found['accuracy']:.2%}",
+            f"{trial.experiment.paper} %" if trial.experiment.paper else "",
+            f"{ours['mean']:.3f}" if ours else "",
+            f"{found['seconds']['training']:.0f} s",
+        )
+    output.print(table)
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], capture_output=True)
+    except OSError:
+        return "unknown"
+    return head + (" with changes" if changed.returncode else "") if head else "unknown"
+
+
+def _source() -> str:
+    """A digest of the package's code and recipes, which also tells where there is no git."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".toml")):
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,386 @@
+"""The page on CIFAR-10, made of nothing but the JSON files of the experiments."""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchbcos.checkpoint import write_atomically
+from torchbcos.plots import accuracy_and_localisation, curves, score_boxes
+from torchbcos.recipe import read_recipe
+from torchbcos.reproduce.experiments import EXPERIMENTS, Experiment
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["write_page"]
+
+NEAR = 0.3  # points of accuracy that count as reached
+MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is in one JSON file, as it is quoted."""
+
+    experiment: Experiment
+    document: Mapping[str, Any]
+
+    @property
+    def accuracy(self) -> float:
+        """In %."""
+        return 100 * float(self.document["accuracy"])
+
+    @property
+    def methods(self) -> Mapping[str, Mapping[str, Any]]:
+        found: Mapping[str, Mapping[str, Any]] = self.document["localisation"]["methods"]
+        return found
+
+    @property
+    def ours(self) -> float | None:
+        return self.methods["ours"]["mean"] if "ours" in self.methods else None
+
+    @property
+    def b(self) -> float:
+        return float(self.document["config"]["options"].get("b", 2.0))
+
+    def deviations(self) -> list[str]:
+        """Settings that are not the recipe's."""
+        e, made = self.experiment, self.document["config"]
+        usual = read_recipe(e.recipe, made["data"], e.changes).as_json()
+        return [f"{k}={made[k]!r}" for k, v in usual.items() if made.get(k, v) != v]
+
+
+Results = Mapping[str, Result]
+
+
+def write_page(results: Path, docs: Path) -> list[Path]:
+    """Write docs/cifar10.md and its plots from results/*.json; return what was written."""
+    found = _read(results)
+    pictures = docs / "pictures"
+    pictures.mkdir(parents=True, exist_ok=True)
+    drawn = {
+        "cifar10-b.png": _over_b(found),
+        "cifar10-methods.png": _method_boxes(found),
+        "cifar10-loss.png": _loss_curves(found),
+    }
+    written = []
+    for name, figure in drawn.items():
+        if figure is not None:
+            buffer = io.BytesIO()
+            figure.savefig(buffer, dpi=120, format="png", metadata={"Software": None})
+            write_atomically(pictures / name, buffer.getvalue())
+            written.append(pictures / name)
+    shown = {path.name for path in written}
+    sections = [
+        _head(found, results),
+        _table_1(found),
+        _fig_4(found, shown),
+        _calibrated(found),
+        _seeds(found),
+        _post_hoc(found, shown),
+        _others(found),
+        _losses(shown),
+        _evidence(found),
+    ]
+    page = docs / "cifar10.md"
+    write_atomically(page, ("\n\n".join(sections) + "\n").encode())
+    return [page, *written]
+
+
+def _read(folder: Path) -> Results:
+    if not folder.is_dir():
+        raise ValueError(f"`--results` (={str(folder)!r}) must be a folder of JSON files.")
+    found = {}
+    for name, experiment in EXPERIMENTS.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            try:
+                found[name] = Result(experiment, json.loads(path.read_text()))
+            except ValueError as error:
+                raise ValueError(f"{path} is no JSON ({error}): run it again.") from error
+    if not found:
+        raise ValueError(f"`--results` (={str(folder)!r}) holds no result of an experiment.")
+    return found
+
+
+# The sections.
+
+
+def _head(found: Results, results: Path) -> str:
+    absent = [name for name in EXPERIMENTS if name not in found]
+    lines = [
+        "# CIFAR-10: the paper's networks, trained again",
+        "",
+        "The nine-layer networks of Tab. 1, each trained by its recipe (`torchbcos train --list`), "
+        "then measured on the test images: accuracy, and how well explanations localise. "
+        "A localisation score is the share of a map's positive contributions that lies in the cell "
+        "of the explained class, in grids of 3×3 images of different classes (maps smoothed 3×3; "
+        "chance is 0.111). Its interval is the 95 % interval of the mean over grids.",
+        "",
+        "```",
+        "torchbcos reproduce cifar10 --data data/cifar10 --out cifar10 --jobs 8",
+        "torchbcos reproduce cifar10 --page --results cifar10/results",
+        "```",
+        "",
+        f"This page is made by the second command from the files in `{results.as_posix()}`; "
+        "nothing in it is written by hand.",
+    ]
+    if absent:
+        lines += ["", f"**Not run yet: {', '.join(absent)}.**"]
+    off = {name: r.deviations() for name, r in found.items() if r.deviations()}
+    if off:
+        lines += ["", "**Not with the recipe's settings:**", ""]
+        lines += [f"- {name}: {', '.join(settings)}" for name, settings in off.items()]
+    return "\n".join(lines)
+
+
+def _table_1(found: Results) -> str:
+    rows, near, measured = [], 0, 0
+    for name, e in EXPERIMENTS.items():
+        if e.paper is None:
+            continue
+        r = found.get(name)
+        if r is None:
+            rows.append([e.what, f"{e.paper}", MISSING, "", "", ""])
+            continue
+        off = r.accuracy - e.paper
+        measured += 1
+        near += off >= -NEAR
+        rows.append([
+            e.what, f"{e.paper}", f"{r.accuracy:.2f}", f"{off:+.2f}", _score(r, "ours"),
+            _minutes(r),
+        ])  # fmt: skip
+    header = ["network", "paper, %", "here, %", "difference", "localisation", "training"]
+    verdict = (
+        f"{near} of {measured} measured accuracies are above the paper's or at most {NEAR} points "
+        "below."
+    )
+    return "\n\n".join(["## Accuracy (Tab. 1)", _table(header, rows), verdict])
+
+
+def _fig_4(found: Results, shown: set[str]) -> str:
+    parts = ["## Accuracy and localisation over B (Fig. 4)"]
+    points = [(r.b, r.ours) for r in _by_b(found) if r.ours is not None]
+    steps = list(pairwise(points))
+    falls = [f"{low[0]:g} to {high[0]:g}" for low, high in steps if high[1] <= low[1]]
+    if not steps:
+        return "\n\n".join([*parts, "Two values of B at least are missing."])
+    if "cifar10-b.png" in shown:
+        parts.append(
+            "![Accuracy as crosses and localisation as boxes over B](pictures/cifar10-b.png)"
+        )
+    means = ", ".join(f"{score:.3f}" for _, score in points)
+    exponents = ", ".join(f"{b:g}" for b, _ in points)
+    trend = f"not from B = {'; '.join(falls)}" if falls else "it rises at every step"
+    parts.append(
+        f"MaxOut, B = {exponents}: localisation {means}; {trend}. Boxes are quartiles of all "
+        "cells' scores, whiskers 5 % to 95 %, dots means."
+    )
+    return "\n\n".join(parts)
+
+
+def _calibrated(found: Results) -> str:
+    rows = []
+    for name in EXPERIMENTS:
+        if not name.endswith("-calibrated"):
+            continue
+        hand, auto = found.get(name.removesuffix("-calibrated")), found.get(name)
+        pair = [_accuracy(hand), _accuracy(auto)]
+        off = f"{auto.accuracy - hand.accuracy:+.2f}" if hand and auto else ""
+        scores = [_score(r, "ours") for r in (hand, auto)]
+        rows.append(
+            [
+                EXPERIMENTS[name].what.split(", γ")[0],
+                *pair,
+                off,
+                *scores,
+                _total(hand),
+                _total(auto),
+            ]
+        )
+    header = [
+        "network", "paper's γ, T: %", "calibrated: %", "difference", "localisation, paper's",
+        "localisation, calibrated", "log₁₀(γ₁⋯γ₉/T), paper's", "calibrated",
+    ]  # fmt: skip
+    words = (
+        "The paper tunes γ and T by hand for each B. `torchbcos.calibrate` sets them from the "
+        "first batch; of these networks only the product γ₁⋯γ₉/T matters."
+    )
+    return "\n\n".join(["## Scales: calibrated against tuned by hand", words, _table(header, rows)])
+
+
+def _seeds(found: Results) -> str:
+    rows = []
+    for name in ("plain-b2", "maxout-b2"):
+        names = [n for n in EXPERIMENTS if n == name or n.startswith(f"{name}-seed")]
+        results = [found[n] for n in names if n in found]
+        each = ", ".join(_accuracy(found.get(n)) for n in names)
+        localised = [r.ours for r in results if r.ours is not None]
+        rows.append([
+            EXPERIMENTS[name].what, each, _spread([r.accuracy for r in results], 2),
+            ", ".join(f"{v:.3f}" for v in localised), _spread(localised, 3),
+        ])  # fmt: skip
+    header = ["network", "seeds 0, 1, 2: %", "mean ± deviation", "localisation", "mean ± deviation"]
+    return "\n\n".join(["## Seeds and spread", _table(header, rows)])
+
+
+def _post_hoc(found: Results, shown: set[str]) -> str:
+    bcos, other = found.get("maxout-b2"), found.get("conventional")
+    labels: dict[str, str] = {}
+    for r in filter(None, (bcos, other)):
+        labels |= {key: m["label"] for key, m in r.methods.items()}
+    rows = [
+        [
+            label,
+            _score(bcos, key),
+            _score(other, key, inherent=key == "ours"),
+            _grids(key, bcos, other),
+        ]
+        for key, label in labels.items()
+    ]
+    parts = ["## Ours against post-hoc methods"]
+    if "cifar10-methods.png" in shown:
+        parts.append("![Localisation of every method](pictures/cifar10-methods.png)")
+    if rows:
+        parts.append(_table(["method", "B-cos, B = 2", "conventional", "grids"], rows))
+    others = [m["mean"] for key, m in bcos.methods.items() if key != "ours"] if bcos else []
+    if bcos and bcos.ours is not None and others:
+        beaten = sum(bcos.ours > value for value in others)
+        parts.append(
+            f"On the B-cos network ours ({bcos.ours:.3f}) is above {beaten} of {len(others)} "
+            f"post-hoc methods, the best of which reaches {max(others):.3f}. Methods that perturb "
+            "images are slow and were scored on fewer grids, without smoothing as in the paper."
+        )
+    missing = [n for n, r in (("maxout-b2", bcos), ("conventional", other)) if r is None]
+    if missing:
+        parts.append(f"Missing: {', '.join(missing)}.")
+    return "\n\n".join(parts)
+
+
+def _others(found: Results) -> str:
+    rows = []
+    for name in ("conventional", "best"):
+        if name in EXPERIMENTS:
+            r, what = found.get(name), EXPERIMENTS[name].what
+            size = f"{r.document['parameters'] / 1e6:.2f} M" if r else ""
+            score = _score(r, "ours") if name == "best" else "–"
+            rows.append([what, _accuracy(r), score, size, _minutes(r) if r else ""])
+    header = ["network", "accuracy, %", "localisation", "parameters", "training"]
+    return "\n\n".join(["## Other networks", _table(header, rows)])
+
+
+def _losses(shown: set[str]) -> str:
+    picture = "![Loss over the epochs](pictures/cifar10-loss.png)"
+    words = picture if "cifar10-loss.png" in shown else "Missing."
+    return "\n\n".join(["## Loss curves", words])
+
+
+def _evidence(found: Results) -> str:
+    header = [
+        "experiment", "recipe", "seed", "epochs", "training", "pointing game", "hardware",
+        "side by side", "torch", "commit", "source",
+    ]  # fmt: skip
+    rows = []
+    for name, r in found.items():
+        d, e = r.document, r.document["evidence"]
+        rows.append([
+            f"`{name}`", d["recipe"], str(e["seed"]), f"{d['config']['epochs']:g}", _minutes(r),
+            f"{d['seconds']['localisation'] / 60:.1f} min", e["hardware"],
+            str(e.get("side_by_side", "")), e["torch"], e.get("commit", "unknown"),
+            e.get("source", ""),
+        ])  # fmt: skip
+    commands = sorted({r.document["evidence"].get("command", "unknown") for r in found.values()})
+    ran = "\n".join(["```", *commands, "```"])
+    words = (
+        "Times are those of a process that shared the device with as many others as “side by side” "
+        "says. “source” is a digest of the package's code and recipes."
+    )
+    return "\n\n".join(["## How it was made", _table(header, rows), words, ran])
+
+
+# The plots.
+
+
+def _by_b(found: Results) -> list[Result]:
+    """The MaxOut networks of Tab. 1."""
+    return [
+        r for n, r in found.items() if n.startswith("maxout") and r.experiment.paper is not None
+    ]
+
+
+def _over_b(found: Results) -> Figure | None:
+    points = [
+        (r.b, r.accuracy / 100, np.array(r.methods["ours"]["percentiles"]))
+        for r in _by_b(found)
+        if "ours" in r.methods
+    ]
+    return accuracy_and_localisation(points) if len(points) > 1 else None
+
+
+def _method_boxes(found: Results) -> Figure | None:
+    panels = {}
+    for name, title in (("maxout-b2", "B-cos, B = 2"), ("conventional", "conventional")):
+        r = found.get(name)
+        if r is not None and len(r.methods) > 1:
+            title = f"{title}, {r.accuracy:.1f} % accurate"
+            panels[title] = {m["label"]: np.array(m["percentiles"]) for m in r.methods.values()}
+    return score_boxes(panels, chance=1 / 9) if panels else None
+
+
+def _loss_curves(found: Results) -> Figure:
+    titles = {"train_loss": "loss on training images", "test_loss": "loss on test images"}
+    return curves({
+        title: {
+            name: (r.document["curve"]["epoch"], r.document["curve"][key])
+            for name, r in found.items()
+        }
+        for key, title in titles.items()
+    })  # fmt: skip
+
+
+# Cells.
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
+
+
+def _accuracy(r: Result | None) -> str:
+    return MISSING if r is None else f"{r.accuracy:.2f}"
+
+
+def _score(r: Result | None, method: str, *, inherent: bool = False) -> str:
+    """`inherent`: the method exists for B-cos networks alone."""
+    if r is None or method not in r.methods:
+        return "–" if inherent else MISSING
+    m = r.methods[method]
+    return "{:.3f} ({:.3f} – {:.3f})".format(m["mean"], *m["interval"])
+
+
+def _grids(method: str, *results: Result | None) -> str:
+    counts = {r.methods[method]["grids"] for r in results if r and method in r.methods}
+    return ", ".join(map(str, sorted(counts)))
+
+
+def _total(r: Result | None) -> str:
+    return MISSING if r is None else f"{r.document['scaling']['log10_total']:.2f}"
+
+
+def _minutes(r: Result) -> str:
+    return f"{r.document['seconds']['training'] / 60:.1f} min"
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    if len(values) < 2:
+        return MISSING
+    return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
