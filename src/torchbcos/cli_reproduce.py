@@ -118,7 +118,8 @@ def _print_results(trials: list[Trial]) -> None:
             f"{ours['mean']:.3f}" if ours else "",
             f"{found['seconds']['training']:.0f} s",
         )
-    output.print(table)
+    if trials:
+        output.print(table)
 
 
 def _commit() -> str:

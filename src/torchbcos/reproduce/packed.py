@@ -29,7 +29,7 @@ def pack(data: str, out: Path, console: Console) -> str:
     folder = out / f"data-{key}"
     if all((folder / name).exists() for name in _FILES):
         return str(folder)
-    console.print(f"reading {data} once for all experiments", markup=False, highlight=False)
+    console.print(f"reading {data}", markup=False, highlight=False)
     split = open_data(data)
     if [len(split.train), len(split.test), *split.train.size] != [50_000, 10_000, 32, 32]:
         return data

@@ -152,7 +152,7 @@ def _table_1(found: Results) -> str:
         if r is None:
             rows.append([e.what, f"{e.paper}", MISSING, "", "", ""])
             continue
-        off = r.accuracy - e.paper
+        off = round(r.accuracy - e.paper, 2)
         measured += 1
         near += off >= -NEAR
         rows.append([

@@ -1,0 +1,399 @@
+"""`torchbcos reproduce`: the experiments, their processes and files, and the page."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from torchbcos import cli, cli_reproduce, data
+from torchbcos.checkpoint import load
+from torchbcos.data import Images, Split
+from torchbcos.reproduce import EXPERIMENTS, Trial, packed, run_all, write_page
+from torchbcos.reproduce.runner import _start
+
+QUIET = Console(quiet=True)
+CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
+# A small network that tells colours apart within a second. The paper has no γ and T for it.
+SMALL = (
+    "arch=mini", "options.width=16", 'options.norm="uncentred"', "options.max_out=1",
+    "options.b=2", "epochs=12", "batch=20", "lr=1e-2", "augment=[]",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory):
+    """Ten classes, each of one colour, in folders as CIFAR-10 comes."""
+    root = tmp_path_factory.mktemp("colours")
+    noise = np.random.default_rng(0)
+    of_class = [*itertools.product((0, 255), repeat=3), (255, 128, 0), (0, 128, 255)]
+    for part, count in (("train", 8), ("test", 3)):
+        for name, colour in zip(CLASSES, of_class, strict=True):
+            (root / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = np.array(colour) + noise.integers(-20, 21, (8, 8, 3))
+                picture = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+                picture.save(root / part / name / f"{i}.png")
+    return root
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs `torchbcos reproduce cifar10 ARGUMENTS`: its code, output and complaints."""
+    monkeypatch.chdir(tmp_path)
+    for module in (cli, cli_reproduce):
+        monkeypatch.setattr(module, "output", Console(width=300))
+        monkeypatch.setattr(module, "errors", Console(width=300, stderr=True))
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["torchbcos", "reproduce", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def trial(name, root, out, *changes, **how):
+    experiment = EXPERIMENTS[name]
+    config = experiment.config(str(root), [*SMALL, 'preset=""', *changes])
+    return Trial(experiment, config, out, str(root), grids=2, slow_grids=1, **how)
+
+
+# The experiments.
+
+
+def test_the_experiments_are_those_of_the_paper():
+    table = {n: e.paper for n, e in EXPERIMENTS.items() if e.paper is not None}
+    assert list(table.values()) == [91.5, 93.5, 93.8, 93.7, 93.7, 93.2, 92.6, 92.4]
+    exponents = dict(zip(table, (2, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5), strict=True))
+    for name, b in exponents.items():
+        c = EXPERIMENTS[name].config("data")
+        assert c.options == {"b": b, "max_out": 1 if name == "plain-b2" else 2}
+        assert (c.arch, c.preset, c.epochs, c.batch, c.optimiser) == (
+            "cifar9", "paper", 100, 64, "adam",
+        )  # fmt: skip
+        assert (c.lr, c.lr_end, c.schedule, c.seed) == (1e-3, 1e-5, "cosine", 0)
+        assert c.augment == ("flip", "padded_crop")
+
+
+def test_the_further_experiments_change_one_thing_each():
+    def changed(name, base):
+        ours, theirs = (EXPERIMENTS[n].config("data").as_json() for n in (name, base))
+        return {k: v for k, v in ours.items() if v != theirs[k]}
+
+    for b in ("1.25", "2", "2.5"):
+        assert changed(f"maxout-b{b}-calibrated", f"maxout-b{b}") == {"preset": ""}
+    for base, seed in itertools.product(("plain-b2", "maxout-b2"), (1, 2)):
+        assert changed(f"{base}-seed{seed}", base) == {"seed": seed}
+    assert changed("conventional", "maxout-b2") == {
+        "arch": "conventional/cifar9",
+        "options": {},
+        "preset": "",
+    }
+
+
+def test_which_methods_are_scored_on_how_many_grids(tmp_path):
+    def wanted(name, **how):
+        e = EXPERIMENTS[name]
+        return Trial(e, e.config("data"), tmp_path, "data", **how).wanted()
+
+    assert wanted("maxout-b1.5") == {"ours": 500}
+    assert wanted("maxout-b2-seed1") == {"ours": 500}
+    every = wanted("maxout-b2")
+    assert next(iter(every)) == "ours"
+    assert len(every) == 12
+    assert {name for name, grids in every.items() if grids == 100} == {"lime", "rise", "occlusion"}
+    assert wanted("conventional") == {k: v for k, v in every.items() if k != "ours"}
+    assert wanted("maxout-b2", methods=("ixg", "rise"), grids=9, slow_grids=3) == {
+        "ours": 9,
+        "ixg": 9,
+        "rise": 3,
+    }
+
+
+def test_the_list_and_mistakes(run, colours):
+    code, out, _ = run("cifar10", "--list")
+    assert code == 0
+    assert len(out.splitlines()) == len(EXPERIMENTS) >= 16
+    assert re.search(r"maxout-b1.25 +cifar10-b1.25 .*93.8", out)
+    there = ("--data", colours)
+    for arguments, words in {
+        ("imagenet",): "`study` (='imagenet') must be cifar10",
+        ("cifar10",): "`--data` is missing",
+        ("cifar10", *there, "--only", "maxout-b2,plain"): "did you mean plain-b2",
+        ("cifar10", *there, "--methods", "ixgg"): "`--methods` (='ixgg')",
+        ("cifar10", *there, "epoch=2"): "`epoch` is no setting",
+        ("cifar10", "--page", "--results", "nowhere"): "`--results` (='nowhere')",
+    }.items():
+        code, _, err = run(*arguments)
+        assert code == 2
+        assert words in err
+        assert len(err.splitlines()) == 1
+
+
+# Running them.
+
+
+def test_from_images_to_results(run, colours, tmp_path):
+    """One works; the other fails by itself, as the paper has no γ and T for such a network."""
+    names = "maxout-b2-calibrated,plain-b2"
+    command = ("cifar10", "--data", colours, "--out", "o", "--only", names, "--jobs", 2)
+    command = (*command, "--grids", 2, "--commit", "abc", *SMALL)
+    code, out, err = run(*command)
+    assert code == 1
+    assert "plain-b2 failed (exit code 2); the end of o/runs/plain-b2/log.txt:" in err
+    assert "`preset` (='paper') exists for cifar9" in err
+    path = tmp_path / "o/results/maxout-b2-calibrated.json"
+    assert list((tmp_path / "o/results").iterdir()) == [path]
+    found = json.loads(path.read_text())
+
+    model = load(tmp_path / "o/runs/maxout-b2-calibrated/model.safetensors")
+    files = sorted((colours / "test").rglob("*.png"))
+    pixels = torch.stack([torch.from_numpy(np.array(Image.open(f))) for f in files])
+    predicted = model(pixels.permute(0, 3, 1, 2) / 255).argmax(1).tolist()
+    right = [CLASSES[k] == f.parent.name for k, f in zip(predicted, files, strict=True)]
+    assert found["accuracy"] == pytest.approx(np.mean(right))
+    assert f"{np.mean(right):.2%}" in out
+    assert found["curve"]["epoch"] == list(range(1, 13))
+    assert found["curve"]["test_accuracy"][-1] == pytest.approx(np.mean(right), abs=1e-4)
+
+    ours = found["localisation"]["methods"]["ours"]
+    scores = tmp_path / "o/runs/maxout-b2-calibrated/scores/ours.json"
+    scores = np.array(json.loads(scores.read_text())["scores"])
+    assert scores.shape == (2, 9)
+    assert ours["mean"] == pytest.approx(scores.mean())
+    assert ours["percentiles"][50] == pytest.approx(np.median(scores), abs=1e-4)
+    assert (ours["grids"], ours["smooth"]) == (2, 3)
+    scales = [layer.scale for _, layer in model.bcos_layers()]
+    assert found["scaling"]["log10_total"] == pytest.approx(
+        np.log10(np.prod(scales) / model.temperature)
+    )
+    evidence = found["evidence"]
+    assert evidence["command"].startswith("torchbcos reproduce cifar10 --data")
+    assert (evidence["commit"], evidence["seed"], evidence["side_by_side"]) == ("abc", 0, 2)
+    assert evidence["torch"] == torch.__version__
+    assert found["config"]["data"] == str(colours)
+
+    before = path.stat().st_mtime_ns
+    command = [names.split(",")[0] if part == names else part for part in command]
+    code, _, err = run(*command)
+    assert code == 0
+    assert "maxout-b2-calibrated: finished already" in err
+    assert path.stat().st_mtime_ns == before
+    code, _, err = run(*command, "epochs=13")
+    assert code == 2
+    assert "was made with `epochs` (=12), not 13" in err
+
+
+def test_what_was_killed_or_stopped_goes_on(colours, tmp_path):
+    it = trial("plain-b2", colours, tmp_path, "epochs=30")
+    metrics = it.folder / "metrics.jsonl"
+
+    def epochs():
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def after(count):
+        while epochs() < count:
+            time.sleep(0.02)
+
+    process = _start(it, 1)
+    after(2)
+    process.kill()
+    process.join()
+    assert 2 <= epochs() < 30
+
+    reached = epochs() + 2
+    stop = threading.Thread(target=lambda: (after(reached), os.kill(os.getpid(), signal.SIGTERM)))
+    stop.start()
+    assert [e.code for e in run_all([it], 1, QUIET)] == [130]
+    stop.join()
+    assert reached <= epochs() < 30
+    assert not it.finished()
+
+    assert [e.code for e in run_all([it], 1, QUIET)] == [0]
+    assert it.finished()
+    assert json.loads(it.result.read_text())["curve"]["epoch"] == list(range(1, 31))
+    said = re.findall(r"^epoch +(\d+)\.0", it.log.read_text(), re.MULTILINE)
+    # Only what came after the last state may have been told twice, by the process that was killed.
+    assert len(said) - 30 <= 1
+    assert not (it.folder / "state.safetensors").exists()
+
+
+def test_a_conventional_network_is_scored_by_other_methods_alone(colours, tmp_path):
+    e = EXPERIMENTS["conventional"]
+    changes = ["arch=conventional/mini", "options.width=8", *SMALL[5:]]
+    config = e.config(str(colours), changes)
+    how = {"methods": ("ours", "grad", "occlusion"), "grids": 2, "slow_grids": 1}
+    it = Trial(e, config, tmp_path, str(colours), **how)
+    assert [e.code for e in run_all([it], 1, QUIET)] == [0]
+    found = json.loads(it.result.read_text())
+    grids = {name: m["grids"] for name, m in found["localisation"]["methods"].items()}
+    assert grids == {"grad": 2, "occlusion": 1}
+    assert it.finished()
+
+    # More grids are asked for: they are played, and nothing is trained again.
+    model = (it.folder / "model.safetensors").stat().st_mtime_ns
+    more = Trial(e, config, tmp_path, str(colours), **{**how, "slow_grids": 2})
+    assert not more.finished()
+    assert [e.code for e in run_all([more], 1, QUIET)] == [0]
+    assert more.finished()
+    assert (it.folder / "model.safetensors").stat().st_mtime_ns == model
+
+
+def test_the_whole_set_is_decoded_once_into_its_binary_format(tmp_path, monkeypatch, colours):
+    assert packed.pack(str(colours), tmp_path, QUIET) == str(colours)  # a few images stay there
+
+    source = tmp_path / "cifar10"
+    for name in CLASSES:
+        (source / "train" / name).mkdir(parents=True)
+    make = torch.Generator().manual_seed(0)
+    sets = [
+        Images(
+            torch.randint(256, (n, 3, 32, 32), generator=make, dtype=torch.uint8),
+            torch.arange(n) * 10 // n,
+        )
+        for n in (50_000, 10_000)
+    ]
+    opened = []
+    monkeypatch.setattr(
+        packed, "open_data", lambda path: opened.append(path) or Split(*sets, tuple(CLASSES))
+    )
+    place = [packed.pack(str(source), tmp_path, QUIET) for _ in range(2)]
+    assert place[0] == place[1]
+    assert opened == [str(source)]
+    again = data.open_data(place[0])
+    assert again.classes == tuple(CLASSES)
+    for one, other in zip(sets, (again.train, again.test), strict=True):
+        assert torch.equal(one.pixels, other.pixels)
+        assert torch.equal(one.labels, other.labels)
+    for file in (tmp_path / place[0]).iterdir():
+        file.unlink()  # 180 MB
+
+
+# The page.
+
+METHOD = {"grids": 500, "smooth": 3, "seconds": 4.0, "quartiles": [0.1, 0.2, 0.3]}
+
+
+def write_result(folder, name, accuracy, mean, **more):
+    e = EXPERIMENTS[name]
+
+    def scored(label, mean):
+        around, percentiles = [mean - 0.01, mean + 0.01], list(np.linspace(0, 1, 101))
+        return {
+            **METHOD,
+            "label": label,
+            "mean": mean,
+            "interval": around,
+            "percentiles": percentiles,
+        }
+
+    document = {
+        "name": name,
+        "what": e.what,
+        "recipe": e.recipe,
+        "accuracy": accuracy,
+        "parameters": 4_560_000,
+        "scaling": {"log10_total": more.pop("total", 9.25)},
+        "localisation": {"methods": {"ours": scored("Ours", mean)}},
+        "curve": {"epoch": [1, 2], "train_loss": [0.4, 0.1], "test_loss": [0.5, 0.2]},
+        "seconds": {"training": 330.0, "localisation": 12.0},
+        "config": {**e.config("data/cifar10").as_json(), **more.pop("config", {})},
+        "evidence": {
+            "hardware": "H200", "torch": "2.10", "seed": e.config("d").seed, "commit": "abc1234",
+            "command": "torchbcos reproduce cifar10 --data data/cifar10",
+        },
+    }  # fmt: skip
+    for key, method in more.pop("methods", {}).items():
+        document["localisation"]["methods"][key] = scored(*method)
+    for key in more.pop("without", ()):
+        del document["localisation"]["methods"][key]
+    (folder / f"{name}.json").write_text(json.dumps(document))
+
+
+def rows(page, title):
+    """The table of a section, as cells by the first of each row."""
+    section = page.split(f"## {title}")[1].split("\n## ")[0]
+    cells = [[c.strip() for c in x.split("|")[1:-1]] for x in section.split("\n") if x[:1] == "|"]
+    return {first: others for first, *others in cells[2:]}
+
+
+def test_the_page_says_what_the_files_say(tmp_path):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    write_result(folder, "plain-b2", 0.9140, 0.70)
+    write_result(folder, "plain-b2-seed1", 0.9160, 0.71)
+    write_result(folder, "plain-b2-seed2", 0.9180, 0.72)
+    write_result(folder, "maxout-b1", 0.9319, 0.30, config={"epochs": 2})
+    write_result(folder, "maxout-b1.25", 0.9361, 0.45, total=7.5)
+    write_result(folder, "maxout-b1.25-calibrated", 0.9401, 0.44, total=7.125)
+    others = {"ixg": ("IxG", 0.61), "gradcam": ("GradCAM", 0.75), "lime": ("LIME", 0.52)}
+    write_result(folder, "maxout-b2", 0.9325, 0.74, methods=others)
+    write_result(folder, "maxout-b2.5", 0.9210, 0.73)
+    write_result(
+        folder, "conventional", 0.9466, 0, methods={"ixg": others["ixg"]}, without=["ours"]
+    )
+    written = write_page(folder, tmp_path / "docs")
+    page = (tmp_path / "docs" / "cifar10.md").read_text()
+
+    accuracy = rows(page, "Accuracy (Tab. 1)")
+    assert accuracy["plain, B = 2"][:3] == ["91.5", "91.40", "-0.10"]
+    assert accuracy["MaxOut, B = 1"][:3] == ["93.5", "93.19", "-0.31"]
+    assert accuracy["MaxOut, B = 1.25"][:4] == ["93.8", "93.61", "-0.19", "0.450 (0.440 – 0.460)"]
+    assert accuracy["MaxOut, B = 1.25"][4] == "5.5 min"
+    assert accuracy["MaxOut, B = 1.75"][:2] == ["93.7", "missing"]
+    assert accuracy["MaxOut, B = 2.5"][:3] == ["92.4", "92.10", "-0.30"]
+    assert "4 of 5 measured accuracies" in page
+    assert "maxout-b1.5, maxout-b1.75, maxout-b2.25, maxout-b2-calibrated" in page  # not run yet
+    assert "- maxout-b1: epochs=2" in page
+    assert "0.300, 0.450, 0.740, 0.730; not from B = 2 to 2.5" in page
+
+    scales = rows(page, "Scales")
+    assert scales["MaxOut, B = 1.25"][:3] == ["93.61", "94.01", "+0.40"]
+    assert scales["MaxOut, B = 1.25"][-2:] == ["7.50", "7.12"]
+    assert scales["MaxOut, B = 2"][:3] == ["93.25", "missing", ""]
+    seeds = rows(page, "Seeds")
+    assert seeds["plain, B = 2"] == [
+        "91.40, 91.60, 91.80", "91.60 ± 0.20", "0.700, 0.710, 0.720", "0.710 ± 0.010",
+    ]  # fmt: skip
+    assert seeds["MaxOut, B = 2"][:2] == ["93.25, missing, missing", "missing"]
+    methods = rows(page, "Ours against")
+    assert methods["Ours"] == ["0.740 (0.730 – 0.750)", "–", "500"]
+    assert methods["GradCAM"] == ["0.750 (0.740 – 0.760)", "missing", "500"]
+    assert "ours (0.740) is above 2 of 3 post-hoc methods, the best of which reaches 0.750" in page
+    assert rows(page, "Other networks")[EXPERIMENTS["conventional"].what][0] == "94.66"
+    assert rows(page, "How it was made")["`plain-b2-seed2`"][1] == "2"
+
+    names = ["cifar10-b.png", "cifar10-methods.png", "cifar10-loss.png"]
+    assert [p.name for p in written] == ["cifar10.md", *names]
+    for name in names:
+        assert f"pictures/{name}" in page
+        with Image.open(tmp_path / "docs" / "pictures" / name) as picture:
+            assert min(picture.size) > 300
+
+
+def test_a_page_of_little_and_of_nothing(tmp_path):
+    with pytest.raises(ValueError, match="holds no result"):
+        write_page(tmp_path, tmp_path / "docs")
+    write_result(tmp_path, "plain-b2", 0.915, 0.7)
+    assert len(write_page(tmp_path, tmp_path / "docs")) == 2
+    page = (tmp_path / "docs" / "cifar10.md").read_text()
+    assert "1 of 1 measured accuracies" in page
+    assert "pictures/cifar10-b.png" not in page
+    (tmp_path / "maxout-b2.json").write_text("{")
+    with pytest.raises(ValueError, match=r"maxout-b2\.json is no JSON"):
+        write_page(tmp_path, tmp_path / "docs")
