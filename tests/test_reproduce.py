@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +17,14 @@ from PIL import Image
 from rich.console import Console
 
 from torchbcos import cli, cli_reproduce, data
+from torchbcos.baseline import to_explain
 from torchbcos.checkpoint import load
 from torchbcos.data import Images, Split
+from torchbcos.models import BcosModel
 from torchbcos.reproduce import EXPERIMENTS, Trial, packed, run_all, write_page
 from torchbcos.reproduce.runner import _start
 
+ROOT = Path(__file__).parent.parent
 QUIET = Console(quiet=True)
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 # A small network that tells colours apart within a second. The paper has no γ and T for it.
@@ -152,7 +156,7 @@ def test_from_images_to_results(run, colours, tmp_path):
     """One works; the other fails by itself, as the paper has no γ and T for such a network."""
     names = "maxout-b2-calibrated,plain-b2"
     command = ("cifar10", "--data", colours, "--out", "o", "--only", names, "--jobs", 2)
-    command = (*command, "--grids", 2, "--commit", "abc", *SMALL)
+    command = (*command, "--grids", 2, "--slow-grids", 1, "--commit", "abc", *SMALL)
     code, out, err = run(*command)
     assert code == 1
     assert "plain-b2 failed (exit code 2); the end of o/runs/plain-b2/log.txt:" in err
@@ -177,7 +181,8 @@ def test_from_images_to_results(run, colours, tmp_path):
     assert scores.shape == (2, 9)
     assert ours["mean"] == pytest.approx(scores.mean())
     assert ours["percentiles"][50] == pytest.approx(np.median(scores), abs=1e-4)
-    assert (ours["grids"], ours["smooth"]) == (2, 3)
+    assert (ours["grids"], ours["smooth"], ours["first"]) == (2, 3, 1)
+    assert ours["mean_of_first"] == pytest.approx(scores[0].mean())
     scales = [layer.scale for _, layer in model.bcos_layers()]
     assert found["scaling"]["log10_total"] == pytest.approx(
         np.log10(np.prod(scales) / model.temperature)
@@ -237,13 +242,19 @@ def test_a_conventional_network_is_scored_by_other_methods_alone(colours, tmp_pa
     e = EXPERIMENTS["conventional"]
     changes = ["arch=conventional/mini", "options.width=8", *SMALL[5:]]
     config = e.config(str(colours), changes)
-    how = {"methods": ("ours", "grad", "occlusion"), "grids": 2, "slow_grids": 1}
+    how = {"methods": ("ours", "gradcam", "occlusion"), "grids": 2, "slow_grids": 1}
     it = Trial(e, config, tmp_path, str(colours), **how)
     assert [e.code for e in run_all([it], 1, QUIET)] == [0]
     found = json.loads(it.result.read_text())
     grids = {name: m["grids"] for name, m in found["localisation"]["methods"].items()}
-    assert grids == {"grad": 2, "occlusion": 1}
+    assert grids == {"gradcam": 2, "occlusion": 1}
     assert it.finished()
+    model = load(it.folder / "model.safetensors")
+    images = torch.rand(2, 3, 8, 8)
+    network = to_explain(model)
+    assert not isinstance(network, BcosModel)
+    # b is the same for all classes.
+    torch.testing.assert_close(network(images) + model.logit_bias, model(images))
 
     # More grids are asked for: they are played, and nothing is trained again.
     model = (it.folder / "model.safetensors").stat().st_mtime_ns
@@ -286,21 +297,17 @@ def test_the_whole_set_is_decoded_once_into_its_binary_format(tmp_path, monkeypa
 
 # The page.
 
-METHOD = {"grids": 500, "smooth": 3, "seconds": 4.0, "quartiles": [0.1, 0.2, 0.3]}
-
 
 def write_result(folder, name, accuracy, mean, **more):
     e = EXPERIMENTS[name]
 
-    def scored(label, mean):
+    def scored(label, mean, grids=500):
         around, percentiles = [mean - 0.01, mean + 0.01], list(np.linspace(0, 1, 101))
         return {
-            **METHOD,
-            "label": label,
-            "mean": mean,
-            "interval": around,
-            "percentiles": percentiles,
-        }
+            "label": label, "mean": mean, "interval": around, "quartiles": [0.1, 0.2, 0.3],
+            "grids": grids, "first": 100, "mean_of_first": mean + 0.06, "smooth": 3,
+            "seconds": 4.0, "percentiles": percentiles,
+        }  # fmt: skip
 
     document = {
         "name": name,
@@ -341,7 +348,7 @@ def test_the_page_says_what_the_files_say(tmp_path):
     write_result(folder, "maxout-b1", 0.9319, 0.30, config={"epochs": 2})
     write_result(folder, "maxout-b1.25", 0.9361, 0.45, total=7.5)
     write_result(folder, "maxout-b1.25-calibrated", 0.9401, 0.44, total=7.125)
-    others = {"ixg": ("IxG", 0.61), "gradcam": ("GradCAM", 0.75), "lime": ("LIME", 0.52)}
+    others = {"ixg": ("IxG", 0.61), "gradcam": ("GradCAM", 0.75), "lime": ("LIME", 0.78, 100)}
     write_result(folder, "maxout-b2", 0.9325, 0.74, methods=others)
     write_result(folder, "maxout-b2.5", 0.9210, 0.73)
     write_result(
@@ -374,7 +381,11 @@ def test_the_page_says_what_the_files_say(tmp_path):
     methods = rows(page, "Ours against")
     assert methods["Ours"] == ["0.740 (0.730 – 0.750)", "–", "500"]
     assert methods["GradCAM"] == ["0.750 (0.740 – 0.760)", "missing", "500"]
-    assert "ours (0.740) is above 2 of 3 post-hoc methods, the best of which reaches 0.750" in page
+    assert methods["LIME"][2] == "100"
+    # LIME, 0.78, is compared with 0.80: what ours has on the first 100 grids.
+    assert "above 2 of 3 post-hoc methods; the best of them, GradCAM, is 0.010 above ours" in page
+    assert "On the first 100 grids alone" in page
+    assert "where ours has 0.800: LIME, which perturb images" in page
     assert rows(page, "Other networks")[EXPERIMENTS["conventional"].what][0] == "94.66"
     assert rows(page, "How it was made")["`plain-b2-seed2`"][1] == "2"
 
@@ -397,3 +408,11 @@ def test_a_page_of_little_and_of_nothing(tmp_path):
     (tmp_path / "maxout-b2.json").write_text("{")
     with pytest.raises(ValueError, match=r"maxout-b2\.json is no JSON"):
         write_page(tmp_path, tmp_path / "docs")
+
+
+def test_the_page_in_the_documentation_is_the_one_of_the_results(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    if not any((ROOT / "results/cifar10").glob("*.json")):
+        pytest.skip("results/cifar10 holds no results yet")
+    write_page(Path("results/cifar10"), tmp_path)
+    assert (tmp_path / "cifar10.md").read_text() == (ROOT / "docs/cifar10.md").read_text()

@@ -1,4 +1,4 @@
-"""Conventional networks to compare with: torchvision's, with their usual normalisation inside."""
+"""Conventional networks to compare with, with their usual normalisation inside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-__all__ = ["Normalised", "load_baseline"]
+from torchbcos.models import BcosModel, ConventionalModel
+
+__all__ = ["Normalised", "load_baseline", "to_explain"]
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
@@ -42,6 +44,16 @@ class Normalised(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(self.normalise(images))  # type: ignore[no-any-return]
+
+
+def to_explain(model: BcosModel) -> nn.Module:
+    """The model itself or, if it is conventional, its network after the normalisation.
+
+    So post-hoc methods see what that network sees: three channels, and zeros are the mean colour.
+    """
+    if not isinstance(model, ConventionalModel):
+        return model
+    return Normalised(model.network).to(model.mean.device).train(model.training)
 
 
 def load_baseline(name: str, device: torch.device | str = "cpu") -> nn.Module:

@@ -290,7 +290,7 @@ app.command(
 )(cli_localise.localise)
 app.command(epilog="Example: torchbcos toy --out toy --b 1,2,4,10")(cli_localise.toy)
 app.command(
-    epilog="Example: torchbcos reproduce cifar10 --data data/cifar10 --out cifar10 --jobs 8",
+    epilog="Example: torchbcos reproduce cifar10 --data data/cifar10 --out out/cifar10 --jobs 8",
 )(cli_reproduce.reproduce)
 
 

@@ -130,13 +130,13 @@ def toy(
 
 def _network(name: str, device: str) -> tuple[nn.Module, int | None, tuple[str, ...] | None]:
     """A model, the size it was made for and its classes, where it knows them."""
-    from torchbcos.baseline import load_baseline
+    from torchbcos.baseline import load_baseline, to_explain
     from torchbcos.checkpoint import load
 
     if name.startswith("torchvision/"):
         return load_baseline(name.removeprefix("torchvision/"), device), 224, None
     network = load(name, device=device)
-    return network, network.input_size[0], network.classes
+    return to_explain(network), network.input_size[0], network.classes
 
 
 def _titles(names: list[str]) -> list[str]:

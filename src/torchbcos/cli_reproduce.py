@@ -28,7 +28,9 @@ def reproduce(
         typer.Argument(help="Settings to change in all, as in epochs=2.", metavar="KEY=VALUE"),
     ] = None,
     data: Annotated[str, typer.Option(help="A CIFAR-10 folder, in any of its formats.")] = "",
-    out: Annotated[Path, typer.Option(help="Folder for results, models, logs.")] = Path("cifar10"),
+    out: Annotated[Path, typer.Option(help="Folder for results, models, logs.")] = Path(
+        "out/cifar10"
+    ),
     only: Annotated[str, typer.Option(help="Run these experiments, comma-separated.")] = "",
     jobs: Annotated[int, typer.Option(help="Experiments side by side.", min=1)] = 1,
     methods: Annotated[

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +13,8 @@ import numpy as np
 
 from torchbcos.checkpoint import write_atomically
 from torchbcos.plots import accuracy_and_localisation, curves, score_boxes
-from torchbcos.recipe import read_recipe
-from torchbcos.reproduce.experiments import EXPERIMENTS, Experiment
+from torchbcos.reproduce.experiments import EXPERIMENTS
+from torchbcos.reproduce.results import Result, Results, read_results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,44 +25,9 @@ NEAR = 0.3  # points of accuracy that count as reached
 MISSING = "missing"
 
 
-@dataclass(frozen=True)
-class Result:
-    """What is in one JSON file, as it is quoted."""
-
-    experiment: Experiment
-    document: Mapping[str, Any]
-
-    @property
-    def accuracy(self) -> float:
-        """In %."""
-        return 100 * float(self.document["accuracy"])
-
-    @property
-    def methods(self) -> Mapping[str, Mapping[str, Any]]:
-        found: Mapping[str, Mapping[str, Any]] = self.document["localisation"]["methods"]
-        return found
-
-    @property
-    def ours(self) -> float | None:
-        return self.methods["ours"]["mean"] if "ours" in self.methods else None
-
-    @property
-    def b(self) -> float:
-        return float(self.document["config"]["options"].get("b", 2.0))
-
-    def deviations(self) -> list[str]:
-        """Settings that are not the recipe's."""
-        e, made = self.experiment, self.document["config"]
-        usual = read_recipe(e.recipe, made["data"], e.changes).as_json()
-        return [f"{k}={made[k]!r}" for k, v in usual.items() if made.get(k, v) != v]
-
-
-Results = Mapping[str, Result]
-
-
 def write_page(results: Path, docs: Path) -> list[Path]:
     """Write docs/cifar10.md and its plots from results/*.json; return what was written."""
-    found = _read(results)
+    found = read_results(results)
     pictures = docs / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
     drawn = {
@@ -96,22 +59,6 @@ def write_page(results: Path, docs: Path) -> list[Path]:
     return [page, *written]
 
 
-def _read(folder: Path) -> Results:
-    if not folder.is_dir():
-        raise ValueError(f"`--results` (={str(folder)!r}) must be a folder of JSON files.")
-    found = {}
-    for name, experiment in EXPERIMENTS.items():
-        path = folder / f"{name}.json"
-        if path.exists():
-            try:
-                found[name] = Result(experiment, json.loads(path.read_text()))
-            except ValueError as error:
-                raise ValueError(f"{path} is no JSON ({error}): run it again.") from error
-    if not found:
-        raise ValueError(f"`--results` (={str(folder)!r}) holds no result of an experiment.")
-    return found
-
-
 # The sections.
 
 
@@ -127,8 +74,8 @@ def _head(found: Results, results: Path) -> str:
         "chance is 0.111). Its interval is the 95 % interval of the mean over grids.",
         "",
         "```",
-        "torchbcos reproduce cifar10 --data data/cifar10 --out cifar10 --jobs 8",
-        "torchbcos reproduce cifar10 --page --results cifar10/results",
+        "torchbcos reproduce cifar10 --data data/cifar10 --out out/cifar10 --jobs 8",
+        "torchbcos reproduce cifar10 --page --results out/cifar10/results",
         "```",
         "",
         f"This page is made by the second command from the files in `{results.as_posix()}`; "
@@ -252,18 +199,37 @@ def _post_hoc(found: Results, shown: set[str]) -> str:
         parts.append("![Localisation of every method](pictures/cifar10-methods.png)")
     if rows:
         parts.append(_table(["method", "B-cos, B = 2", "conventional", "grids"], rows))
-    others = [m["mean"] for key, m in bcos.methods.items() if key != "ours"] if bcos else []
-    if bcos and bcos.ours is not None and others:
-        beaten = sum(bcos.ours > value for value in others)
-        parts.append(
-            f"On the B-cos network ours ({bcos.ours:.3f}) is above {beaten} of {len(others)} "
-            f"post-hoc methods, the best of which reaches {max(others):.3f}. Methods that perturb "
-            "images are slow and were scored on fewer grids, without smoothing as in the paper."
-        )
+    if bcos and bcos.ours is not None and len(bcos.methods) > 1:
+        parts.append(_verdict(bcos.methods))
     missing = [n for n, r in (("maxout-b2", bcos), ("conventional", other)) if r is None]
     if missing:
         parts.append(f"Missing: {', '.join(missing)}.")
     return "\n\n".join(parts)
+
+
+def _verdict(methods: Mapping[str, Mapping[str, Any]]) -> str:
+    """Each method is compared with ours on the grids that it was scored on."""
+    ours = methods["ours"]
+    others = {key: m for key, m in methods.items() if key != "ours"}
+    fewer = [m["label"] for m in others.values() if m["grids"] < ours["grids"]]
+
+    def lead(m: Mapping[str, Any]) -> float:
+        return float(ours["mean_of_first" if m["label"] in fewer else "mean"] - m["mean"])
+
+    best = min(others.values(), key=lead)
+    where = "below" if lead(best) > 0 else "above"
+    words = (
+        f"On the B-cos network ours is above {sum(lead(m) > 0 for m in others.values())} of "
+        f"{len(others)} post-hoc methods; the best of them, {best['label']}, is "
+        f"{abs(lead(best)):.3f} {where} ours."
+    )
+    if not fewer:
+        return words
+    return (
+        f"{words} On the first {ours['first']} grids alone, those of the most confident images, "
+        f"where ours has {ours['mean_of_first']:.3f}: {', '.join(fewer)}, which perturb images and "
+        "are slow. Their maps are not smoothed, as in the paper."
+    )
 
 
 def _others(found: Results) -> str:
@@ -336,15 +302,18 @@ def _method_boxes(found: Results) -> Figure | None:
     return score_boxes(panels, chance=1 / 9) if panels else None
 
 
-def _loss_curves(found: Results) -> Figure:
+def _loss_curves(found: Results) -> Figure | None:
     titles = {"train_loss": "loss on training images", "test_loss": "loss on test images"}
-    return curves({
-        title: {
-            name: (r.document["curve"]["epoch"], r.document["curve"][key])
-            for name, r in found.items()
-        }
+    drawn = {
+        name: r.document["curve"]
+        for name, r in found.items()
+        if r.experiment.paper is not None or name in ("conventional", "best")
+    }
+    panels = {
+        title: {name: (curve["epoch"], curve[key]) for name, curve in drawn.items()}
         for key, title in titles.items()
-    })  # fmt: skip
+    }
+    return curves(panels) if drawn else None
 
 
 # Cells.

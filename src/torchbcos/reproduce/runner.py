@@ -157,7 +157,8 @@ class _Board:
     def standings(self, trials: Sequence[Trial]) -> None:
         lines = [_standing(trial) for trial in trials]
         if self.live is not None:
-            self.live.update(Text("\n".join(words for _, words in lines)), refresh=True)
+            text = "\n".join(words for _, words in lines)
+            self.live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
             return
         for trial, (tenths, words) in zip(trials, lines, strict=True):
             if self.told.get(trial.name, 0) != tenths:
@@ -190,8 +191,9 @@ def _standing(trial: Trial) -> tuple[int, str]:
     last = lines[-1]
     epoch, accuracy = last["epoch"], last["test_accuracy"]
     if epoch >= epochs:
-        said = trial.log.read_text(errors="replace").splitlines() or [""]
-        return 11, f"{trial.name:<26} {accuracy:.2%}  trained, now the pointing game: {said[-1]}"
+        said = trial.log.read_text(errors="replace").splitlines()[-1:]
+        scored = "".join(line for line in said if " grids" in line)
+        return 11, f"{trial.name:<26} {accuracy:.2%}  trained; the pointing game  {scored}"
     before = lines[0] if len(lines) == 2 else {"epoch": 0.0, "seconds": 0.0}
     pace = (last["seconds"] - before["seconds"]) / (epoch - before["epoch"])
     left = _time(pace * (epochs - epoch))

@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import nn
 
 from torchbcos._version import __version__
+from torchbcos.baseline import to_explain
 from torchbcos.checkpoint import load, write_atomically
 from torchbcos.data import ImageSet, open_data
 from torchbcos.evaluate import evaluate
@@ -97,6 +98,8 @@ class Trial:
         self.result.parent.mkdir(parents=True, exist_ok=True)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = self._trained(console).to(device)
+        tf32 = self.config.tf32  # also where the training was in another process
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         images = self._test_images().to(device)
         accuracy, loss = evaluate(model, images)
         document: dict[str, Any] = {
@@ -119,8 +122,8 @@ class Trial:
         document["seconds"] = {"training": document["curve"]["seconds"][-1], "localisation": 0.0}
         self._write(document)
         for method, grids in self.wanted().items():
-            scores = self._scores(model, images, method, grids, console)
-            document["localisation"]["methods"][method] = _as_json(scores)
+            scores = self._scores(to_explain(model), images, method, grids, console)
+            document["localisation"]["methods"][method] = _as_json(scores, self.slow_grids)
             document["seconds"]["localisation"] += round(scores.seconds, 2)
             self._write(document)
 
@@ -169,13 +172,18 @@ class Trial:
         write_atomically(self.result, (_readable(document) + "\n").encode())
 
 
-def _as_json(scores: MethodScores) -> dict[str, Any]:
-    """The summary, and percentiles 0 to 100 of all cells' scores, from which boxes are drawn."""
+def _as_json(scores: MethodScores, first: int) -> dict[str, Any]:
+    """The summary, percentiles 0 to 100 of all cells' scores, from which boxes are drawn, and the
+    mean of the `first` grids, which slow methods are scored on: a plan of fewer grids begins as one
+    of more.
+    """
     percentiles = np.percentile(scores.scores, np.arange(101))
     method = METHODS[scores.method]
     return {
         "label": scores.label,
         **asdict(scores.summary),
+        "mean_of_first": float(scores.scores[:first].mean()),
+        "first": min(first, len(scores.scores)),
         "smooth": 0 if method.perturbs else SMOOTH,
         "seconds": round(scores.seconds, 2),
         "percentiles": [round(float(p), 4) for p in percentiles],

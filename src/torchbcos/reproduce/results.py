@@ -1,0 +1,66 @@
+"""The JSON files of the experiments, read again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchbcos.recipe import read_recipe
+from torchbcos.reproduce.experiments import EXPERIMENTS, Experiment
+
+__all__ = ["Result", "Results", "read_results"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is in one JSON file, as it is quoted."""
+
+    experiment: Experiment
+    document: Mapping[str, Any]
+
+    @property
+    def accuracy(self) -> float:
+        """In %."""
+        return 100 * float(self.document["accuracy"])
+
+    @property
+    def methods(self) -> Mapping[str, Mapping[str, Any]]:
+        found: Mapping[str, Mapping[str, Any]] = self.document["localisation"]["methods"]
+        return found
+
+    @property
+    def ours(self) -> float | None:
+        return self.methods["ours"]["mean"] if "ours" in self.methods else None
+
+    @property
+    def b(self) -> float:
+        return float(self.document["config"]["options"].get("b", 2.0))
+
+    def deviations(self) -> list[str]:
+        """Settings that are not the recipe's."""
+        e, made = self.experiment, self.document["config"]
+        usual = read_recipe(e.recipe, made["data"], e.changes).as_json()
+        return [f"{k}={made[k]!r}" for k, v in usual.items() if made.get(k, v) != v]
+
+
+Results = Mapping[str, Result]
+
+
+def read_results(folder: Path) -> Results:
+    """Those that are there, by name, in the order of the experiments."""
+    if not folder.is_dir():
+        raise ValueError(f"`--results` (={str(folder)!r}) must be a folder of JSON files.")
+    found = {}
+    for name, experiment in EXPERIMENTS.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            try:
+                found[name] = Result(experiment, json.loads(path.read_text()))
+            except ValueError as error:
+                raise ValueError(f"{path} is no JSON ({error}): run it again.") from error
+    if not found:
+        raise ValueError(f"`--results` (={str(folder)!r}) holds no result of an experiment.")
+    return found
