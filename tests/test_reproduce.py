@@ -159,7 +159,7 @@ def test_from_images_to_results(run, colours, tmp_path):
     command = (*command, "--grids", 2, "--slow-grids", 1, "--commit", "abc", *SMALL)
     code, out, err = run(*command)
     assert code == 1
-    assert "plain-b2 failed (exit code 2); the end of o/runs/plain-b2/log.txt:" in err
+    assert "plain-b2 failed (exit code 1); the end of o/runs/plain-b2/log.txt:" in err
     assert "`preset` (='paper') exists for cifar9" in err
     path = tmp_path / "o/results/maxout-b2-calibrated.json"
     assert list((tmp_path / "o/results").iterdir()) == [path]

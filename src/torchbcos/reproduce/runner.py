@@ -62,17 +62,19 @@ def run_all(trials: Sequence[Trial], jobs: int, console: Console) -> list[Ended]
     running: dict[str, tuple[Trial, BaseProcess]] = {}
     threads = max(1, (os.cpu_count() or 1) // min(jobs, max(1, len(waiting))))
     with told_to_end() as ending, _board(console) as show:
-        while (waiting or running) and not ending():
-            while waiting and len(running) < jobs:
-                trial = waiting.pop(0)
-                running[trial.name] = trial, _start(trial, threads)
-            wait([process.sentinel for _, process in running.values()], timeout=1.0)
-            for trial, process in [pair for pair in running.values() if not pair[1].is_alive()]:
-                del running[trial.name]
-                ended.append(Ended(trial, process.exitcode or 0))
-                show.ended(ended[-1])
-            show.standings([trial for trial, _ in running.values()])
-        ended += _stop(list(running.values()))
+        try:
+            while (waiting or running) and not ending():
+                while waiting and len(running) < jobs:
+                    trial = waiting.pop(0)
+                    running[trial.name] = trial, _start(trial, threads)
+                wait([process.sentinel for _, process in running.values()], timeout=1.0)
+                for trial, process in [pair for pair in running.values() if not pair[1].is_alive()]:
+                    del running[trial.name]
+                    ended.append(Ended(trial, process.exitcode or 0))
+                    show.ended(ended[-1])
+                show.standings([trial for trial, _ in running.values()])
+        finally:
+            ended += _stop(list(running.values()))
     return ended + [Ended(trial, STOPPED) for trial in waiting]
 
 
@@ -116,8 +118,6 @@ def _conduct(trial: Trial, threads: int) -> None:
         trial.run(Console(file=sys.stdout, width=200))
     except KeyboardInterrupt as error:
         code, words = STOPPED, str(error)
-    except ValueError as error:
-        code, words = 2, str(error)
     except Exception:
         code, words = 1, traceback.format_exc()
     else:
