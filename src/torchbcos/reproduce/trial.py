@@ -83,12 +83,12 @@ class Trial:
         if not self.result.exists():
             return False
         document = json.loads(self.result.read_text())
-        mine = self._settings()
-        for name, value in mine.items():
-            if document["config"].get(name) != value and name != "data":
+        for name, value in self._settings().items():
+            made = document["config"].get(name, value)
+            if made != value and name != "data":
                 raise ValueError(
-                    f"{self.result} was made with `{name}` (={document['config'].get(name)!r}), "
-                    f"not {value!r}: choose another --out, or remove it and {self.folder}."
+                    f"{self.result} was made with `{name}` (={made!r}), not {value!r}: choose "
+                    f"another --out, or remove it and {self.folder}."
                 )
         scored = document["localisation"]["methods"]
         return all(scored.get(m, {}).get("grids") == n for m, n in self.wanted().items())
