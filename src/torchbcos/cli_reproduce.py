@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +58,7 @@ def reproduce(
     Each experiment leaves OUT/results/NAME.json as soon as it is measured. The same command again
     goes on where the last was stopped: what is finished is not run again.
     """
+    from torchbcos.evidence import commit as source_commit
     from torchbcos.reproduce import Trial, choose_experiments, pack, run_all, write_page
 
     if study != "cifar10":
@@ -77,7 +77,7 @@ def reproduce(
         raise ValueError("`--data` is missing: name a folder with CIFAR-10.")
     evidence = {
         "command": shlex.join(["torchbcos", *sys.argv[1:]]),
-        "commit": commit or _commit(),
+        "commit": commit or source_commit(),
         "source": _source(),
         "side_by_side": jobs,
     }
@@ -122,18 +122,6 @@ def _print_results(trials: list[Trial]) -> None:
         )
     if trials:
         output.print(table)
-
-
-def _commit() -> str:
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        head = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip()
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], capture_output=True)
-    except OSError:
-        return "unknown"
-    return head + (" with changes" if changed.returncode else "") if head else "unknown"
 
 
 def _source() -> str:
