@@ -25,6 +25,10 @@ captured CUDA graph, as in `torchbcos train`, does not wait. *Floor* is the same
 convolutions, torch's own pools and sums, and neither norm nor activation (two units: doubled
 channels and a plain maximum); *peer* is the same network with the layers of `bcos` 0.1.3. Before
 anything is measured, the layers are compared with the reference in float64.
+
+Torch's average pool is slow in channels last, and ours is not: part of what we gain on the floor is
+the pool. In a separate run a ResNet-34 floor with our pool and sums took 8.35 ms for a training
+step (one unit, batch 128).
 """
 
 Row = dict[str, Any]
