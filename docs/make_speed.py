@@ -119,9 +119,7 @@ def plot(rows: list[Row]) -> Figure:
     axis = figure.add_subplot()
     names = [f"{r['way']}, {r['units']} unit{'s' * (r['units'] > 1)}" for r in chosen]
     places = range(len(chosen))
-    axis.barh(
-        places, [r["milliseconds"] for r in chosen], color="#eeeeee", label="waiting for the host"
-    )
+    axis.barh(places, [r["milliseconds"] for r in chosen], color="#eeeeee")
     axis.barh(
         places,
         [r["busy_milliseconds"] for r in chosen],

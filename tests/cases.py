@@ -1,6 +1,7 @@
 """Random layers for hypothesis, and the small helpers that several test files share."""
 
 import contextlib
+import sys
 
 import numpy as np
 import torch
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 import torchbcos as tb
 from oracle import Layer
+from torchbcos import cli
 from torchbcos import functional as BF
 
 CONV = {1: BF.bcos_conv1d, 2: BF.bcos_conv2d, 3: BF.bcos_conv3d}
@@ -24,6 +26,22 @@ def gradients(function, *tensors, explain=False, weights=None):
         out = function(*leaves)
     weights = torch.ones_like(out) if weights is None else weights.to(out.dtype)
     return out, *torch.autograd.grad((out * weights).sum(), leaves)
+
+
+def caller(monkeypatch, capsys, *before):
+    """A function that runs `torchbcos BEFORE ARGUMENTS`: its exit code, output and complaints."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["torchbcos", *before, *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        return code, *capsys.readouterr()
+
+    return call
 
 
 def conv(x, weight, **arguments):

@@ -179,3 +179,9 @@ def test_the_extras_are_keywords_only():
         tb.BcosLinear(4, 8, False, None, None, 2.0)
     with pytest.raises(TypeError, match="positional"):
         tb.BcosConv2d(4, 8, 3, 1, 0, 1, 1, False, "zeros", None, None, 2.0)
+
+
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
+def test_a_device_that_is_not_there(device):
+    with pytest.raises(ValueError, match=rf"`device` \(='{device}'\) must be .*cpu"):
+        tb.load("cifar10", device=device)

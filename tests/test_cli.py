@@ -7,7 +7,6 @@ import json
 import os
 import re
 import struct
-import sys
 import zlib
 
 import numpy as np
@@ -17,6 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 import torchbcos as tb
+from cases import caller
 from torchbcos import checkpoint, cli
 
 CLASSES = ("plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "big truck")
@@ -37,19 +37,14 @@ def run(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "output", Console(width=300))
 
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["torchbcos", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        out, err = capsys.readouterr()
+    call = caller(monkeypatch, capsys)
+
+    def checked(*arguments):
+        code, out, err = call(*arguments)
         assert "Traceback" not in out + err
         return code, out, err
 
-    return call
+    return checked
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from cases import caller
 from torchbcos import cli, cli_reproduce, data
 from torchbcos.baseline import to_explain
 from torchbcos.checkpoint import load
@@ -58,17 +58,7 @@ def run(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(module, "output", Console(width=300))
         monkeypatch.setattr(module, "errors", Console(width=300, stderr=True))
 
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["torchbcos", "reproduce", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        return code, *capsys.readouterr()
-
-    return call
+    return caller(monkeypatch, capsys, "reproduce")
 
 
 def trial(name, root, out, *changes, **how):
@@ -416,3 +406,10 @@ def test_the_page_in_the_documentation_is_the_one_of_the_results(tmp_path, monke
         pytest.skip("results/cifar10 holds no results yet")
     write_page(Path("results/cifar10"), tmp_path)
     assert (tmp_path / "cifar10.md").read_text() == (ROOT / "docs/cifar10.md").read_text()
+
+
+def test_data_that_is_not_there_is_one_sentence_before_anything_starts(run, tmp_path):
+    code, _, err = run("cifar10", "--data", tmp_path / "none", "--out", tmp_path / "out")
+    assert code == 2
+    assert "none is no folder" in err
+    assert not (tmp_path / "out").exists()

@@ -1,11 +1,11 @@
 """`torchbcos train` and `evaluate`, run through the entry point."""
 
 import json
-import sys
 
 import pytest
 from rich.console import Console
 
+from cases import caller
 from small_training import few_shapes
 from torchbcos import cli, data, train
 from torchbcos.recipe import list_recipes
@@ -20,17 +20,7 @@ def run(monkeypatch, capsys, tmp_path):
     for module in (train, data):
         monkeypatch.setattr(module, "open_data", lambda *_, **__: few_shapes())
 
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["torchbcos", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        return code, *capsys.readouterr()
-
-    return call
+    return caller(monkeypatch, capsys)
 
 
 SMALL = ("options.width=4", "batch=16", "size=24", "epochs=2")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import torch
+
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
@@ -51,6 +53,20 @@ def check_groups(groups: int, in_channels: int, out_channels: int) -> None:
             raise ValueError(
                 f"`groups` (={groups}) must divide `{name}` (={channels}): use {choice}."
             )
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"`device` (={device!r}) must be cpu, cuda or cuda:N.") from error
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise ValueError(
+            f"`device` (={str(device)!r}) must be one that torch can use, and it finds {count} "
+            "GPUs here: use cpu."
+        )
+    return found
 
 
 def check_padding_mode(padding_mode: str) -> None:

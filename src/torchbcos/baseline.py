@@ -9,6 +9,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from torchbcos._arguments import check_device
 from torchbcos.models import BcosModel, ConventionalModel
 
 __all__ = ["Normalised", "load_baseline", "to_explain"]
@@ -61,6 +62,7 @@ def load_baseline(name: str, device: torch.device | str = "cpu") -> nn.Module:
 
     `NAME` alone, or `NAME=DEFAULT`, takes torchvision's own weights, which it may have to fetch.
     """
+    device = check_device(device)
     arch, _, weights = name.partition("=")
     if arch not in torchvision.models.list_models(module=torchvision.models):
         raise ValueError(f"`--baseline` (=torchvision/{name}): {arch!r} is no torchvision network.")

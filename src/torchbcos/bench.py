@@ -27,6 +27,7 @@ import torchvision
 from torch import Tensor, nn
 
 from torchbcos import functional
+from torchbcos._arguments import check_device
 from torchbcos._version import __version__
 from torchbcos.evidence import commit, device_name
 from torchbcos.explain import explain
@@ -153,7 +154,7 @@ def check_kernels(device: torch.device) -> None:
 
 
 def evidence(device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
-    device = torch.device(device)
+    device = check_device(device)
     found = {
         "commit": commit(),
         "seed": 0,

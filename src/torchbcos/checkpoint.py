@@ -23,6 +23,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from torchbcos._arguments import check_device
 from torchbcos._version import __version__
 from torchbcos.models import BcosModel, convert, create_model
 
@@ -99,6 +100,7 @@ def load(
     For a model that was made with `convert` from a module of your own, pass such a module again as
     `module`; its weights do not matter.
     """
+    device = check_device(device)
     path = _find(name_or_path)
     config, tensors = _read(path)
     try:

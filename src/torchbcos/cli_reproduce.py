@@ -88,8 +88,8 @@ def reproduce(
     ]
     for trial in trials:  # results of other settings are refused before anything is read
         trial.finished()
-    out.mkdir(parents=True, exist_ok=True)
     place = pack(data, out, errors)
+    out.mkdir(parents=True, exist_ok=True)
     trials = [replace(t, config=replace(t.config, data=place)) for t in trials]
     ended = run_all(trials, jobs, errors)
     _print_results([t for t in trials if t.result.exists()])

@@ -14,7 +14,6 @@ import triton
 from torch import Tensor
 
 __all__ = [
-    "SQUARES",
     "Launch",
     "by_pixels",
     "empty_map",
@@ -87,16 +86,16 @@ def empty_map(like: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided((n, channels, h, w), strides, dtype=dtype, device=like.device)
 
 
-SQUARES = "_bcos_squares"  # the attribute of a map that holds its Σ x² and the version it is of
+_SQUARES = "_bcos_squares"  # the attribute of a map that holds its Σ x² and the version it is of
 
 
 def remember_squares(x: Tensor, squares: Tensor) -> None:
     """Leave Σ x² over the channels, [N, H, W], for the layer that x comes to."""
     if not x.is_inference():  # whose changes cannot be noticed
-        setattr(x, SQUARES, (squares, x._version))
+        setattr(x, _SQUARES, (squares, x._version))
 
 
 def remembered_squares(x: Tensor) -> Tensor | None:
     """Σ x², if it was left and x is unchanged since."""
-    squares, version = getattr(x, SQUARES, (None, None))
+    squares, version = getattr(x, _SQUARES, (None, None))
     return squares if squares is not None and version == x._version else None

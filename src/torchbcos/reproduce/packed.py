@@ -24,6 +24,7 @@ def pack(data: str, out: Path, console: Console) -> str:
     """
     root = Path(data)
     if not (root / "train").is_dir() or sorted(_folders(root / "train")) != _CLASSES:
+        open_data(data)  # what is wrong with it is said here, once
         return data
     key = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:8]
     folder = out / f"data-{key}"
