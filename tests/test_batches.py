@@ -15,7 +15,8 @@ from rich.console import Console
 
 from small_training import QUIET, assert_same_weights, config, weights
 from torchbcos import train
-from torchbcos.batches import Batches, find_damaged, in_order
+from torchbcos.augment import AUGMENTATIONS, Draws, rand_augment
+from torchbcos.batches import Batches, _generator, find_damaged, in_order
 from torchbcos.data import DataError, ImageFiles, Images, open_data
 from torchbcos.evaluate import evaluate, tally
 
@@ -77,6 +78,42 @@ def test_an_epoch_has_every_image_once_and_the_next_another_order(folder):
     assert rows == {tuple(x.flatten()[:6].tolist()) for x in second}
     assert len(rows) == 12
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streamed_batches_follow_the_schedule_of_sizes(folder, workers):
+    # 12 images, 4 a step and 2 epochs are 6 steps: two of each size.
+    c = settings(folder, augment=("resized_crop", "flip"), train_sizes=(8, 12, 16))
+    sizes = [8, 8, 12, 12, 16, 16, 16]
+    for memory in (0, 1):
+        made = batches_of(open_data(folder, memory=memory).train, c, workers=workers)
+        assert [tuple(x.shape) for x, _ in made] == [(4, 3, s, s) for s in sizes]
+        later = batches_of(open_data(folder, memory=memory).train, c, range(3, 7), workers=workers)
+        assert_same_batches(later, made[3:])
+
+
+def test_smaller_training_images_show_the_whole_where_nothing_is_cut(folder):
+    images = open_data(folder).train
+    (small, _), (whole, _) = (
+        Batches(images, settings(folder, augment=(), train_sizes=sizes), CPU).at(0)
+        for sizes in ((8,), ())
+    )
+    for x, image in zip(small.flatten(0, 1), whole.flatten(0, 1), strict=True):
+        by_pillow = Image.fromarray(image.numpy()).resize((8, 8), Image.Resampling.BILINEAR)
+        assert np.allclose(x, np.asarray(by_pillow), atol=1e-5)
+
+
+def test_the_magnitude_is_that_of_rand_augment(folder):
+    images = open_data(folder).train
+    c = settings(folder, augment=("rand_augment",), magnitude=20)
+    (x, _), (plain, _) = (
+        Batches(images, settings_, CPU).at(2) for settings_ in (c, settings(folder, augment=()))
+    )
+    stream = list(AUGMENTATIONS).index("rand_augment")
+    draws = Draws(_generator(c.seed, 2, stream), 4)
+    torch.testing.assert_close(x, rand_augment(plain, draws, m=20))
+    draws = Draws(_generator(c.seed, 2, stream), 4)
+    assert not torch.allclose(x, rand_augment(plain, draws))
 
 
 @pytest.mark.parametrize("memory", [0, 1])

@@ -43,6 +43,11 @@ def little_data(monkeypatch):
             "label_smoothing": 0.1,
             "options": {"width": 4, "norm": "uncentred"},
         },
+        {  # the size changes after step 3 of 9, and again after 6
+            "train_sizes": (12, 16, 24),
+            "augment": ("resized_crop", "rand_augment"),
+            "magnitude": 5,
+        },
     ],
 )
 def test_a_run_that_was_stopped_ends_with_the_same_weights(little_data, tmp_path, changes):
@@ -70,6 +75,40 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(little_data, tmp_path
     ]
     for one, other in zip(*lines, strict=True):
         assert {**one, "seconds": 0} == {**other, "seconds": 0}
+
+
+def test_training_images_change_their_size_in_equal_parts_of_the_steps(
+    little_data, tmp_path, monkeypatch
+):
+    advance, seen = train._Run.advance, []
+
+    def note(run, images, labels):
+        seen.append((tuple(images.shape), run.steps_per_epoch))
+        advance(run, images, labels)
+
+    monkeypatch.setattr(train._Run, "advance", note)
+    for augment in (("resized_crop",), ("flip",)):
+        settings = config(epochs=3, train_sizes=(12, 12, 16, 20), augment=augment)
+        model = train.train(settings, tmp_path / augment[0], console=QUIET)
+        assert model.input_size == (24, 24)
+        sizes = [12] * 5 + [16] * 2 + [20] * 2  # of 9 steps, quarters end before 2.25, 4.5, 6.75
+        assert seen == [((16, 3, side, side), 3) for side in sizes]
+        seen.clear()
+
+
+def test_a_test_every_second_epoch(little_data, tmp_path):
+    train.train(config(epochs=5), tmp_path / "each", console=QUIET)
+    train.train(config(epochs=5, test_every=2), tmp_path / "second", console=QUIET)
+    each, second = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("each", "second")
+    )
+    assert [line["epoch"] for line in second] == [2, 4, 5]
+    for line, (one, other) in zip(second, ((0, 1), (2, 3), (4, 4)), strict=True):
+        for name in ("test_loss", "test_accuracy", "lr"):
+            assert line[name] == each[other][name]
+        for name in ("train_loss", "train_accuracy"):  # means over what was trained since
+            assert line[name] == pytest.approx((each[one][name] + each[other][name]) / 2)
 
 
 def test_resuming_with_another_setting_is_refused(little_data, tmp_path):
@@ -152,6 +191,10 @@ def test_the_paper_preset_and_calibration_are_told_apart(little_data, tmp_path):
         ({"label_smoothing": 2}, "below 1"),
         ({"augment": ("mixup",)}, "padded_crop"),
         ({"accumulate": 3}, "divisor of the batch, 16"),
+        ({"test_every": 0}, "at least 1"),
+        ({"magnitude": 31}, "from 0 to 30"),
+        ({"train_sizes": (128, 0)}, "each at least 1"),
+        ({"train_sizes": (128, 160.0)}, "a list of whole numbers"),
     ],
 )
 def test_wrong_settings_are_named(changes, words):

@@ -24,7 +24,14 @@ def little_data(monkeypatch):
     monkeypatch.setattr(train, "open_data", lambda *_, **__: few_shapes())
 
 
-@pytest.mark.parametrize("changes", [{}, {"ema": 0.5, "optimiser": "adamw", "warmup": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"ema": 0.5, "optimiser": "adamw", "warmup": 1},
+        {"train_sizes": (12, 16, 24), "options": {"width": 4, "norm": "uncentred"}},
+    ],
+)
 def test_the_captured_step_does_what_the_plain_one_does(little_data, tmp_path, changes):
     plain, captured = (
         train.train(
@@ -78,8 +85,10 @@ def test_streamed_batches_are_those_in_memory(tmp_path):
         assert torch.equal(labels, other)
 
 
-def test_a_stopped_run_resumes_with_the_captured_step(little_data, tmp_path, monkeypatch):
-    whole = train.train(config(tf32=False, cuda_graph=True), tmp_path / "whole", console=QUIET)
+@pytest.mark.parametrize("sizes", [(), (12, 24)])
+def test_a_stopped_run_resumes_with_the_captured_step(little_data, tmp_path, monkeypatch, sizes):
+    settings = config(tf32=False, cuda_graph=True, train_sizes=sizes)
+    whole = train.train(settings, tmp_path / "whole", console=QUIET)
     advance = train._Run.advance
 
     def stop(run, *batch):
@@ -90,9 +99,7 @@ def test_a_stopped_run_resumes_with_the_captured_step(little_data, tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr(train._Run, "advance", stop)
         with pytest.raises(KeyboardInterrupt):
-            train.train(config(tf32=False, cuda_graph=True), tmp_path / "x", console=QUIET)
-    again = train.train(
-        config(tf32=False, cuda_graph=True), tmp_path / "x", console=QUIET, resume=True
-    )
+            train.train(settings, tmp_path / "x", console=QUIET)
+    again = train.train(settings, tmp_path / "x", console=QUIET, resume=True)
     for name, value in weights(whole).items():
         torch.testing.assert_close(value, weights(again)[name], rtol=1e-3, atol=1e-4)

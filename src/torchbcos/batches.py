@@ -2,7 +2,8 @@
 
 Sets in memory are cut and augmented on their device. Files are decoded by worker processes some
 batches ahead, copied to the device while it computes, and augmented there; only the random resized
-crop is taken where the file is decoded, from all of its pixels.
+crop is taken where the file is decoded, from all of its pixels. `train_sizes` are sizes of the
+batches alone: what is in memory, and what is tested, has the size of the set.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torchbcos.augment import AUGMENTATIONS, Draws, crops, resized_crop
+from torchbcos.augment import AUGMENTATIONS, Draws, crops, rand_augment, resized_crop
 from torchbcos.checkpoint import write_atomically
 from torchbcos.data import DataError, ImageFiles, Images, ImageSet, default_workers
 from torchbcos.images import ImageError, check_image
@@ -29,6 +31,7 @@ from torchbcos.training_config import TrainConfig
 __all__ = ["Batches", "find_damaged", "in_order"]
 
 Batch = tuple[Tensor, Tensor]
+Plan = tuple[Tensor, Tensor | None, tuple[int, int]]
 
 
 class Batches:
@@ -51,6 +54,7 @@ class Batches:
         self.images = images.to(device) if isinstance(images, Images) else images
         self.config, self.device = config, device
         self.steps_per_epoch = len(images) // config.batch
+        self.total_steps = max(1, round(config.epochs * self.steps_per_epoch))
         self._workers = default_workers() if workers is None else workers
         self._share = slice(rank * config.batch // world, (rank + 1) * config.batch // world)
         self._order: tuple[int, Tensor] | None = None  # (epoch, its shuffled indices)
@@ -58,12 +62,19 @@ class Batches:
     def at(self, step: int, *, whole: bool = False) -> Batch:
         """Images [n, C, H, W] in 0..1 and labels; with `whole` those of all processes."""
         rows = slice(None) if whole else self._share
-        indices, parts = self._plan(step, rows)
+        plan = self._plan(step, rows)
         if isinstance(self.images, Images):
-            images, labels = self.images.batch(indices)
+            images, labels = self.images.batch(plan[0])
         else:
-            images, labels = (t.to(self.device) for t in self.images.batch(indices, parts))
+            images, labels = (t.to(self.device) for t in self.images.batch(*plan))
         return self._augmented(images, step, rows), labels
+
+    def size(self, step: int) -> tuple[int, int]:
+        """Height and width of the images of a step."""
+        sizes = self.config.train_sizes
+        if not sizes:
+            return self.images.size
+        return (sizes[min(step * len(sizes) // self.total_steps, len(sizes) - 1)],) * 2
 
     def following(self, step: int) -> Iterator[Batch]:
         """The batches from `step` on, without an end."""
@@ -76,8 +87,8 @@ class Batches:
             yield self._augmented(pixels.float() / 255, step, self._share), labels
             step += 1
 
-    def _plan(self, step: int, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """The indices of a batch's images and, for files, the part of each that is decoded."""
+    def _plan(self, step: int, rows: slice) -> Plan:
+        """The indices of a batch's images and, for files, the part of each, and its size."""
         c = self.config
         epoch, within = divmod(step, self.steps_per_epoch)
         if self._order is None or self._order[0] != epoch:
@@ -86,17 +97,23 @@ class Batches:
             self._order = (epoch, shuffled.to(self.device) if in_memory else shuffled)
         indices = self._order[1][within * c.batch : (within + 1) * c.batch][rows]
         if isinstance(self.images, Images) or "resized_crop" not in c.augment:
-            return indices, None
-        return indices, crops(self._draws(step, "resized_crop", rows, "cpu"), (c.crop_area, 1.0))
+            return indices, None, self.size(step)
+        parts = crops(self._draws(step, "resized_crop", rows, "cpu"), (c.crop_area, 1.0))
+        return indices, parts, self.size(step)
 
     def _augmented(self, images: Tensor, step: int, rows: slice) -> Tensor:
-        for name in self.config.augment:
-            if name != "resized_crop":
-                change: Callable[[Tensor, Draws], Tensor] = AUGMENTATIONS[name]
-            elif isinstance(self.images, Images):
-                change = partial(resized_crop, scale=(self.config.crop_area, 1.0))
-            else:
-                continue  # taken while decoding
+        c, size = self.config, self.size(step)
+        if "resized_crop" not in c.augment and images.shape[2:] != size:
+            images = F.interpolate(images, size, mode="bilinear", antialias=True)
+        for name in c.augment:
+            change: Callable[[Tensor, Draws], Tensor] = AUGMENTATIONS[name]
+            if name == "rand_augment":
+                change = partial(rand_augment, m=c.magnitude)
+            elif name == "resized_crop":
+                if not isinstance(self.images, Images):
+                    continue  # taken while decoding
+                side = size[0] if c.train_sizes else None
+                change = partial(resized_crop, size=side, scale=(c.crop_area, 1.0))
             images = change(images, self._draws(step, name, rows, self.device))
         return images.contiguous(memory_format=torch.channels_last)
 
@@ -126,7 +143,7 @@ def in_order(
         batches: Iterable[Batch] = (images.batch(chunk) for chunk in chunks)
     else:
         count = min(default_workers() if workers is None else workers, len(chunks))
-        plans = [(chunk, None) for chunk in chunks]
+        plans = [(chunk, None, images.size) for chunk in chunks]
         loaded = _ahead(_loader(_Decoder(images), plans, count, device), device)
         batches = ((pixels.float() / 255, labels) for pixels, labels in loaded)
     for (x, labels), counts in zip(batches, counted, strict=True):
@@ -195,7 +212,7 @@ class _Plans:
     def __init__(self, batches: Batches, step: int) -> None:
         self.batches, self.step = batches, step
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def __iter__(self) -> Iterator[Plan]:
         step = self.step
         while True:
             yield self.batches._plan(step, self.batches._share)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -19,9 +20,15 @@ def capture(
 ) -> Callable[[Tensor, Tensor], None]:
     """`update` for batches of the shape of these; all that it changed meanwhile is put back.
 
-    `tensors` are those it changes, besides the state of the optimiser, which must be new.
+    `tensors` are those it changes, besides the state of the optimiser, which may still be empty.
     """
-    kept = [t.detach().clone() for t in tensors]
+
+    def changed() -> list[Tensor]:
+        state = [v for own in optimiser.state.values() for v in own.values()]
+        return [*tensors, *(v for v in state if isinstance(v, Tensor))]
+
+    images, labels = images.clone(memory_format=torch.preserve_format), labels.clone()
+    kept = [t.detach().clone() for t in changed()]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -31,12 +38,8 @@ def capture(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         update(images, labels)
-    for tensor, value in zip(tensors, kept, strict=True):
-        tensor.detach().copy_(value)
-    for state in optimiser.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                value.zero_()
+    for tensor, value in zip_longest(changed(), kept):  # what the optimiser made meanwhile is 0
+        tensor.detach().copy_(value if value is not None else torch.zeros_like(tensor))
 
     def replay(new_images: Tensor, new_labels: Tensor) -> None:
         images.copy_(new_images)

@@ -74,16 +74,20 @@ class ImageFiles:
     def to(self, device: torch.device | str) -> ImageFiles:
         return replace(self, device=device)
 
-    def batch(self, indices: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, indices: Tensor, crops: Tensor | None = None, size: tuple[int, int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Images in 0..1 and labels; `crops` [N, 4] takes parts as `augment.crops` draws them."""
-        pixels, labels = self.decode(indices, crops)
+        pixels, labels = self.decode(indices, crops, size)
         return pixels.to(self.device).float() / 255, labels.to(self.device)
 
-    def decode(self, indices: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, indices: Tensor, crops: Tensor | None = None, size: tuple[int, int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """As `batch`, in bytes."""
         boxes = [None] * len(indices) if crops is None else crops.tolist()
         images = [
-            read_pixels(self.files[i], self.size, part=self.part, crop=box)
+            read_pixels(self.files[i], size or self.size, part=self.part, crop=box)
             for i, box in zip(indices.tolist(), boxes, strict=True)
         ]
         return torch.stack(images), self.labels[indices]

@@ -22,9 +22,15 @@ class Progress:
     """A live line on a terminal, renewed twice a second; elsewhere only what `line` prints."""
 
     def __init__(
-        self, console: Console, total_steps: int, steps_per_epoch: int, batch: int
+        self,
+        console: Console,
+        total_steps: int,
+        steps_per_epoch: int,
+        batch: int,
+        steps_per_round: int = 0,  # after which the state's sums begin anew; 0 for an epoch
     ) -> None:
         self.console, self.steps_per_epoch, self.batch = console, steps_per_epoch, batch
+        self.steps_per_round = steps_per_round or steps_per_epoch
         self.bar = Bar(
             TextColumn("epoch {task.fields[epoch]:.1f}"),
             BarColumn(bar_width=20),
@@ -53,7 +59,7 @@ class Progress:
         (before, step), now = self.last, time.monotonic()
         if self.bar.disable or now - before < 0.5:
             return
-        within = (state.step - 1) % self.steps_per_epoch + 1
+        within = (state.step - 1) % self.steps_per_round + 1
         seen = within * self.batch / processes  # by this process
         self.bar.update(
             self.task,

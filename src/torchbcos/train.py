@@ -46,7 +46,7 @@ def train(
 ) -> BcosModel:
     """Train as `config` says; `out` receives model.safetensors, metrics.jsonl and the state.
 
-    The state is written after every epoch and when the process is told to end; `resume` goes on
+    The state is written after each test and when the process is told to end; `resume` goes on
     from it, to the same result as if nothing had happened. `pictures` = k draws explanations of
     the same test images every k epochs; `workers` processes decode images that are streamed.
     """
@@ -65,7 +65,7 @@ def train(
             while run.state.step < run.total_steps:
                 run.advance(*next(batches))
                 step = run.state.step
-                if step % run.steps_per_epoch == 0 or step == run.total_steps:
+                if step % run.steps_per_round == 0 or step == run.total_steps:
                     run.close_epoch(pictures)
                 if run.all_told(ending()):
                     run.save_state()
@@ -83,7 +83,7 @@ class _Run:
     ) -> None:
         self.config, self.out, self.fabric, self.workers = config, out, fabric, workers
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
-        torch.backends.cudnn.benchmark = True  # batches keep their shape
+        torch.backends.cudnn.benchmark = True  # batches keep their shape for long
         self.data = self._open_data(console)
         if len(self.data.train) < config.batch:
             raise ValueError(
@@ -98,9 +98,12 @@ class _Run:
             self.data.train, config, fabric.device, **self._place(), workers=workers
         )
         self.steps_per_epoch = self.batches.steps_per_epoch
-        self.total_steps = max(1, round(config.epochs * self.steps_per_epoch))
+        self.total_steps = self.batches.total_steps
+        self.steps_per_round = config.test_every * self.steps_per_epoch
         shown = console if fabric.is_global_zero else Console(quiet=True)
-        self.progress = Progress(shown, self.total_steps, self.steps_per_epoch, config.batch)
+        self.progress = Progress(
+            shown, self.total_steps, self.steps_per_epoch, config.batch, self.steps_per_round
+        )
         self.journal: Journal | None = None
 
         torch.manual_seed(config.seed)
@@ -120,10 +123,7 @@ class _Run:
         if fabric.device.type == "cuda" and config.precision != "16-mixed":
             optimiser.found_inf = self.watch.found  # type: ignore[attr-defined]
         self.update: Callable[[Tensor, Tensor], None] = self._update
-        if self._can_capture():
-            self.update = capture(
-                self._update, *self.batches.at(0), self._changing(), self.state.optimiser
-            )
+        self.captured: torch.Size | None = None  # the shape of its images
 
     def _place(self) -> dict[str, int]:
         return {"rank": self.fabric.global_rank, "world": self.fabric.world_size}
@@ -180,6 +180,12 @@ class _Run:
             self.journal = Journal(self.out, self.state.step)
         self.watch.step.fill_(self.state.step)
 
+    def _capture(self, images: Tensor, labels: Tensor) -> None:
+        """The step for images of this shape, in place of that for another."""
+        self.captured, self.update = images.shape, self._update
+        torch.cuda.empty_cache()  # the other's memory is free now
+        self.update = capture(self._update, images, labels, self._changing(), self.state.optimiser)
+
     def _can_capture(self) -> bool:
         c = self.config
         return (
@@ -200,6 +206,8 @@ class _Run:
     def advance(self, images: Tensor, labels: Tensor) -> None:
         state = self.state
         _set_rate(state.optimiser, self.config.lr_at(state.step / self.steps_per_epoch))
+        if images.shape != self.captured and self._can_capture():
+            self._capture(images, labels)
         self.update(images, labels)
         state.step += 1
         if images.is_cuda:
@@ -260,7 +268,7 @@ class _Run:
 
     def close_epoch(self, pictures: int) -> None:
         state, c = self.state, self.config
-        steps = (state.step - 1) % self.steps_per_epoch + 1
+        steps = (state.step - 1) % self.steps_per_round + 1
         with state.averaged_weights():
             share = tally(self.wrapped, self.data.test, **self._place(), workers=self.workers)
             right, loss, count = self.fabric.all_reduce(share, reduce_op="sum").tolist()

@@ -26,6 +26,9 @@ class TrainConfig:
     start_from: str = ""  # a checkpoint to fine-tune, with its own arch, options and γ; or ""
     head_only: bool = False  # with start_from: train nothing but the classifier
     size: int = 0  # pixels; 0 for the data's own
+    train_sizes: tuple[
+        int, ...
+    ] = ()  # of training images, in equal parts of the steps; () for size
     test_part: float = 1.0  # of a test image's height and width, as read from files
     bad: str = "fail"  # or "skip": what becomes of images that cannot be read
     memory: float = 4.0  # GiB of pixels that are kept in memory; larger sets are streamed
@@ -42,6 +45,7 @@ class TrainConfig:
     momentum: float = 0.9  # of sgd
     augment: tuple[str, ...] = ("flip", "padded_crop")
     crop_area: float = 0.25  # the smallest share of an image that resized_crop keeps
+    magnitude: float = 9.0  # of rand_augment, of 30
     label_smoothing: float = 0.0
     auxiliary_weight: float = 1.0
     ema: float = 0.0  # decay of the averaged weights; 0 for none
@@ -52,6 +56,7 @@ class TrainConfig:
     tf32: bool = True
     compile: bool = False
     cuda_graph: bool = True  # capture the step where shapes are fixed and one GPU is used
+    test_every: int = 1  # epochs from one test, line of metrics and written state to the next
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -72,7 +77,7 @@ class TrainConfig:
         for name, values in choices.items():
             if getattr(self, name) not in values:
                 refuse(name, " or ".join(map(repr, values)))
-        for name in ("batch", "accumulate"):
+        for name in ("batch", "accumulate", "test_every"):
             if getattr(self, name) < 1:
                 refuse(name, "at least 1")
         for name in ("epochs", "lr", "crop_area", "test_part"):
@@ -84,6 +89,10 @@ class TrainConfig:
         for name in ("size", "memory", "lr_end", "warmup", "weight_decay", "clip", "adaptive_clip"):
             if not getattr(self, name) >= 0:
                 refuse(name, "0 or more")
+        if not 0 <= self.magnitude <= 30:
+            refuse("magnitude", "from 0 to 30")
+        if not all(size >= 1 for size in self.train_sizes):
+            refuse("train_sizes", "pixels, each at least 1")
         for name in ("ema", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 refuse(name, "from 0 to below 1")
@@ -123,6 +132,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "tuple[float, ...]": (
         lambda v: isinstance(v, tuple) and all(map(_is_number, v)),
         "a list of numbers",
+    ),
+    "tuple[int, ...]": (
+        lambda v: isinstance(v, tuple) and all(map(is_int, v)),
+        "a list of whole numbers",
     ),
     "tuple[str, ...]": (
         lambda v: isinstance(v, tuple) and all(isinstance(x, str) for x in v),
