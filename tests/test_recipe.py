@@ -57,12 +57,38 @@ def test_its_network_can_be_built(name):
     assert model.scaling == ("conventional" if conventional else config.preset or "none")
 
 
-@pytest.mark.parametrize("name", [n for n in list_recipes() if n.startswith("imagenette")])
-def test_imagenette_has_the_networks_of_imagenet(name):
+IMAGENETTE = [n for n in list_recipes() if n.startswith("imagenette")]
+
+
+@pytest.mark.parametrize("name", IMAGENETTE)
+def test_imagenette_is_trained_alike_with_the_networks_of_imagenet(name):
     ours = read_recipe(name, "x")
-    theirs = read_recipe(name.replace("imagenette", "imagenet"), "x")
-    assert (ours.arch, ours.options, ours.size) == (theirs.arch, theirs.options, theirs.size)
+    theirs = name.replace("imagenette", "imagenet")
+    if theirs in list_recipes():
+        same = read_recipe(theirs, "x")
+        assert (ours.arch, ours.options, ours.size) == (same.arch, same.options, same.size)
     assert ours.preset == ""  # the paper's constants are for 1000 classes
+    first = read_recipe("imagenette-resnet34", "x").as_json()
+    free = {"arch", "options"}
+    if "inception" in name:
+        free |= {"size", "train_sizes"}
+    if name == "imagenette-vgg11-conventional":
+        free |= {"lr"}
+    assert {k for k, v in ours.as_json().items() if v != first[k]} <= free
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_norm_recipes_of_imagenette_differ_in_their_norms_alone(arch):
+    plain, normed = (model_of(f"imagenette-{arch}{end}") for end in ("", "-norm"))
+    kinds = [{type(module).__name__ for module in m.modules()} for m in (plain, normed)]
+    assert kinds[1] - kinds[0] == {"UncentredBatchNorm2d"}
+    layers = [[(n, x.weight.shape) for n, x in m.bcos_layers()] for m in (plain, normed)]
+    assert [shape for _, shape in layers[0]] == [shape for _, shape in layers[1]]
+
+
+def test_the_small_model_of_imagenette_can_be_bundled():
+    tensors = model_of("imagenette-small").state_dict().values()
+    assert 2 * sum(t.numel() for t in tensors) < 14 * 2**20  # bytes in float16, of 16 MiB
 
 
 def test_every_recipe_says_what_it_is_for():

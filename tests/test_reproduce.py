@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,10 @@ from cases import caller
 from torchbcos import cli, cli_reproduce, data
 from torchbcos.baseline import to_explain
 from torchbcos.checkpoint import load
-from torchbcos.data import Images, Split
 from torchbcos.models import BcosModel
-from torchbcos.reproduce import EXPERIMENTS, Trial, packed, run_all, write_page
+from torchbcos.reproduce import Trial, packed, run_all
+from torchbcos.reproduce.cifar10 import EXPERIMENTS
+from torchbcos.reproduce.cifar10_page import write_page
 from torchbcos.reproduce.runner import _start
 
 ROOT = Path(__file__).parent.parent
@@ -126,7 +128,7 @@ def test_the_list_and_mistakes(run, colours):
     assert re.search(r"maxout-b1.25 +cifar10-b1.25 .*93.8", out)
     there = ("--data", colours)
     for arguments, words in {
-        ("imagenet",): "`study` (='imagenet') must be cifar10",
+        ("imagenet",): "`study` (='imagenet') must be cifar10 or imagenette",
         ("cifar10",): "`--data` is missing",
         ("cifar10", *there, "--only", "maxout-b2,plain"): "did you mean plain-b2",
         ("cifar10", *there, "--methods", "ixgg"): "`--methods` (='ixgg')",
@@ -255,34 +257,33 @@ def test_a_conventional_network_is_scored_by_other_methods_alone(colours, tmp_pa
     assert (it.folder / "model.safetensors").stat().st_mtime_ns == model
 
 
-def test_the_whole_set_is_decoded_once_into_its_binary_format(tmp_path, monkeypatch, colours):
-    assert packed.pack(str(colours), tmp_path, QUIET) == str(colours)  # a few images stay there
-
-    source = tmp_path / "cifar10"
-    for name in CLASSES:
-        (source / "train" / name).mkdir(parents=True)
-    make = torch.Generator().manual_seed(0)
-    sets = [
-        Images(
-            torch.randint(256, (n, 3, 32, 32), generator=make, dtype=torch.uint8),
-            torch.arange(n) * 10 // n,
-        )
-        for n in (50_000, 10_000)
-    ]
+def test_class_folders_are_decoded_once_for_all_processes(tmp_path, monkeypatch, colours):
     opened = []
-    monkeypatch.setattr(
-        packed, "open_data", lambda path: opened.append(path) or Split(*sets, tuple(CLASSES))
-    )
-    place = [packed.pack(str(source), tmp_path, QUIET) for _ in range(2)]
-    assert place[0] == place[1]
-    assert opened == [str(source)]
-    again = data.open_data(place[0])
-    assert again.classes == tuple(CLASSES)
-    for one, other in zip(sets, (again.train, again.test), strict=True):
-        assert torch.equal(one.pixels, other.pixels)
-        assert torch.equal(one.labels, other.labels)
-    for file in (tmp_path / place[0]).iterdir():
-        file.unlink()  # 180 MB
+
+    def opening(path, *arguments, **how):
+        opened.append(str(path))
+        return data.open_data(path, *arguments, **how)
+
+    monkeypatch.setattr(packed, "open_data", opening)
+    plain = EXPERIMENTS["plain-b2"].config(str(colours))
+    larger = replace(plain, size=12, test_part=0.5)
+    configs = packed.pack([plain, larger, plain], tmp_path, QUIET)
+    again = packed.pack([plain, larger], tmp_path, QUIET)
+    assert opened == [str(colours)] * 2  # once for each size
+    assert configs == [again[0], again[1], again[0]]
+    for c, before in zip(again, (plain, larger), strict=True):
+        assert replace(c, data=str(colours)) == before
+        size, part = before.size or None, before.test_part
+        ours, theirs = data.open_data(c.data, size), data.open_data(colours, size, part=part)
+        assert ours.classes == theirs.classes == tuple(CLASSES)
+        for one, other in ((ours.train, theirs.train), (ours.test, theirs.test)):
+            assert torch.equal(one.pixels, other.pixels)
+            assert torch.equal(one.labels, other.labels)
+    with pytest.raises(ValueError, match="holds images of 12×12 pixels, not of 9"):
+        data.open_data(again[1].data, 9)
+    # What is streamed, or in no folders, stays where it is.
+    for c in (replace(plain, memory=0), replace(plain, data="shapes")):
+        assert packed.pack([c], tmp_path, QUIET) == [c]
 
 
 # The page.

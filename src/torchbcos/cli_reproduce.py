@@ -21,35 +21,37 @@ output, errors = Console(), Console(stderr=True)
 
 
 def reproduce(
-    study: Annotated[str, typer.Argument(help="What to reproduce: cifar10.")],
+    study: Annotated[str, typer.Argument(help="What to reproduce: cifar10 or imagenette.")],
     changes: Annotated[
         list[str] | None,
         typer.Argument(help="Settings to change in all, as in epochs=2.", metavar="KEY=VALUE"),
     ] = None,
-    data: Annotated[str, typer.Option(help="A CIFAR-10 folder, in any of its formats.")] = "",
-    out: Annotated[Path, typer.Option(help="Folder for results, models, logs.")] = Path(
-        "out/cifar10"
-    ),
+    data: Annotated[str, typer.Option(help="The folder of that data set.")] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results, models, logs; else out/STUDY.")
+    ] = None,
     only: Annotated[str, typer.Option(help="Run these experiments, comma-separated.")] = "",
     jobs: Annotated[int, typer.Option(help="Experiments side by side.", min=1)] = 1,
     methods: Annotated[
         str, typer.Option(help="What ours is compared with: 'all', or ixg,gradcam,…")
     ] = "all",
-    grids: Annotated[int, typer.Option(help="Grids of the pointing game.", min=1)] = 500,
+    grids: Annotated[
+        int | None, typer.Option(help="Grids of the pointing game; else the study's.", min=1)
+    ] = None,
     slow_grids: Annotated[
-        int, typer.Option(help="Grids for methods that perturb: LIME, RISE, occlusion.", min=1)
-    ] = 100,
+        int | None, typer.Option(help="Grids for slow methods: LIME, RISE, …", min=1)
+    ] = None,
     commit: Annotated[
         str, typer.Option(help="The commit to record, if git cannot tell it here.")
     ] = "",
     page: Annotated[
         bool, typer.Option("--page", help="Run nothing: make the page from --results.")
     ] = False,
-    results: Annotated[Path, typer.Option(help="With --page: the folder of JSON files.")] = Path(
-        "results/cifar10"
-    ),
+    results: Annotated[
+        Path | None, typer.Option(help="With --page: its JSON files; else results/STUDY.")
+    ] = None,
     docs: Annotated[
-        Path, typer.Option(help="With --page: where cifar10.md and pictures/ go.")
+        Path, typer.Option(help="With --page: where STUDY.md and pictures/ go.")
     ] = Path("docs"),
     show_list: Annotated[bool, typer.Option("--list", help="Show the experiments.")] = False,
 ) -> None:
@@ -59,22 +61,23 @@ def reproduce(
     goes on where the last was stopped: what is finished is not run again.
     """
     from torchbcos.evidence import commit as source_commit
-    from torchbcos.reproduce import Trial, choose_experiments, pack, run_all, write_page
+    from torchbcos.reproduce import Trial, choose_study, pack, run_all
 
-    if study != "cifar10":
-        raise ValueError(f"`study` (={study!r}) must be cifar10.")
-    chosen = choose_experiments(n.strip() for n in only.split(",") if n.strip())
+    about = choose_study(study)
+    chosen = about.choose(n.strip() for n in only.split(",") if n.strip())
     if show_list:
+        width = 2 + max(len(e.recipe) for e in chosen)
         for e in chosen:
-            reported = f"  (paper: {e.paper} %)" if e.paper else ""
-            _say(f"{e.name:<26}{e.recipe:<22}{e.what}{reported}")
+            reported = f"  ({about.reported}: {e.paper} %)" if e.paper else ""
+            _say(f"{e.name:<26}{e.recipe:<{width}}{e.what}{reported}")
         return
     if page:
-        for path in write_page(results, docs):
+        for path in about.write_page(results or Path("results") / study, docs):
             _say(f"Wrote {path}")
         return
     if not data:
-        raise ValueError("`--data` is missing: name a folder with CIFAR-10.")
+        raise ValueError(f"`--data` is missing: name a folder with {about.data}.")
+    out = out or Path("out") / study
     evidence = {
         "command": shlex.join(["torchbcos", *sys.argv[1:]]),
         "commit": commit or source_commit(),
@@ -83,16 +86,19 @@ def reproduce(
     }
     names = tuple(m.strip() for m in methods.split(",") if m.strip())
     trials = [
-        Trial(e, e.config(data, changes or ()), out, data, names, grids, slow_grids, evidence)
+        Trial(
+            e, e.config(data, changes or ()), out, data, names, grids or about.grids,
+            slow_grids or about.slow_grids, evidence, about.smooth, about.slow,
+        )
         for e in chosen
-    ]
+    ]  # fmt: skip
     for trial in trials:  # results of other settings are refused before anything is read
         trial.finished()
-    place = pack(data, out, errors)
+    packed = pack([t.config for t in trials], out, errors)
     out.mkdir(parents=True, exist_ok=True)
-    trials = [replace(t, config=replace(t.config, data=place)) for t in trials]
+    trials = [replace(t, config=config) for t, config in zip(trials, packed, strict=True)]
     ended = run_all(trials, jobs, errors)
-    _print_results([t for t in trials if t.result.exists()])
+    _print_results([t for t in trials if t.result.exists()], about.reported)
     stopped = [e.trial.name for e in ended if e.code == 130]
     if stopped:
         errors.print(f"stopped before the end of {', '.join(stopped)}: the same command goes on.")
@@ -108,8 +114,8 @@ def _say(words: str) -> None:
     output.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
-def _print_results(trials: list[Trial]) -> None:
-    table = Table("experiment", "accuracy", "paper", "localisation", "training")
+def _print_results(trials: list[Trial], reported: str) -> None:
+    table = Table("experiment", "accuracy", reported, "localisation", "training")
     for trial in trials:
         found = json.loads(trial.result.read_text())
         ours = found["localisation"]["methods"].get("ours")

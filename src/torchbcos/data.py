@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,10 @@ __all__ = [
     "default_workers",
     "open_data",
     "shapes",
+    "write_packed",
 ]
+
+PACKED = "packed.json"
 
 
 class DataError(ValueError):
@@ -157,13 +161,14 @@ def open_data(
     memory: float = 4.0,
     part: float = 1.0,
 ) -> Split:
-    """A data set by its place: "shapes", a CIFAR-10 folder in any of its formats, or class folders.
+    """A data set by its place: "shapes", a CIFAR-10 folder, class folders, or packed ones.
 
     A folder holds `train` and `val` or `test`, each with one folder for each class, with images of
-    any shape. Up to `memory` GiB they are read at once, at `size` (by default that of the first);
-    larger sets are left in their files as `ImageFiles`. `bad` says what becomes of an image that
-    cannot be read, an empty class, and a class that only the test images have: "fail" names it,
-    "skip" leaves it out and says so in `skipped`. `part` is for test images; see `read_pixels`.
+    any shape; the WordNet ids of Imagenette become names. Up to `memory` GiB they are read at once,
+    at `size` (by default that of the first); larger sets stay in their files, `ImageFiles`. `bad`
+    says what becomes of an image that cannot be read, an empty class, and a class that only the
+    test images have: "fail" names it, "skip" leaves it out and says so in `skipped`. `part` is for
+    test images; see `read_pixels`.
     """
     if bad not in ("skip", "fail"):
         raise DataError(f"`bad` (={bad!r}) must be 'skip' or 'fail'.")
@@ -172,6 +177,8 @@ def open_data(
     root = Path(path)
     if not root.is_dir():
         raise DataError(f"{root} is no folder: name one with train and val, or 'shapes'.")
+    if (root / PACKED).exists():
+        return _packed(root, size)
     if (root / "data_batch_1.bin").exists() or (root / "cifar-10-batches-bin").is_dir():
         return _cifar_binary(
             root if (root / "data_batch_1.bin").exists() else root / "cifar-10-batches-bin"
@@ -182,6 +189,37 @@ def open_data(
     if (len(train) + len(test)) * 3 * train.size[0] * train.size[1] > memory * 2**30:
         return Split(train, test, classes)
     return Split(train.read(bad=bad), test.read(bad=bad), classes)
+
+
+def write_packed(split: Split, folder: Path) -> None:
+    """Write a split that is in memory to `folder`, where `open_data` finds it decoded.
+
+    The arrays are mapped into memory, so that processes on one machine share them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, images in (("train", split.train), ("test", split.test)):
+        if not isinstance(images, Images):
+            raise ValueError("`split` is streamed from its files: open it with more `memory`.")
+        np.save(folder / f"{name}.npy", images.pixels.numpy())
+        np.save(folder / f"{name}-labels.npy", images.labels.numpy())
+    about = {"classes": split.classes, "skipped": split.skipped}
+    (folder / PACKED).write_text(json.dumps(about, indent=1))  # the last: now it is complete
+
+
+def _packed(folder: Path, size: int | None) -> Split:
+    about = json.loads((folder / PACKED).read_text())
+
+    def read(name: str, skipped: Sequence[str] = ()) -> Images:
+        arrays = [np.load(folder / f"{name}{end}.npy", mmap_mode="c") for end in ("", "-labels")]
+        pixels, labels = map(torch.from_numpy, arrays)
+        if size is not None and pixels.shape[2:] != (size, size):
+            raise DataError(
+                f"{folder} holds images of {pixels.shape[2]}×{pixels.shape[3]} pixels, not of "
+                f"{size}: name the folder that it was made from."
+            )
+        return Images(pixels, labels, tuple(skipped))
+
+    return Split(read("train", about["skipped"]), read("test"), tuple(about["classes"]))
 
 
 def _shapes_split(size: int) -> Split:
@@ -229,6 +267,21 @@ def _cifar_python(root: Path) -> Split:
     return Split(train, test, tuple(sets[0].classes))
 
 
+#: Imagenette's folders have the WordNet ids of its classes.
+_IMAGENETTE = {
+    "n01440764": "tench",
+    "n02102040": "English springer",
+    "n02979186": "cassette player",
+    "n03000684": "chain saw",
+    "n03028079": "church",
+    "n03394916": "French horn",
+    "n03417042": "garbage truck",
+    "n03425413": "gas pump",
+    "n03445777": "golf ball",
+    "n03888257": "parachute",
+}
+
+
 def _folders(
     root: Path, size: int | None, bad: str, part: float
 ) -> tuple[ImageFiles, ImageFiles, tuple[str, ...]]:
@@ -270,6 +323,8 @@ def _folders(
         )
         for files, seen, words in ((train, 1.0, skipped), (test, part, ()))
     ]
+    if _IMAGENETTE.keys() >= set(classes):
+        classes = tuple(_IMAGENETTE[name] for name in classes)
     return sets[0], sets[1], classes
 
 

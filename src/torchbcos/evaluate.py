@@ -12,7 +12,10 @@ from torchbcos.data import ImageSet
 __all__ = ["evaluate", "tally"]
 
 
-def evaluate(model: nn.Module, images: ImageSet, batch: int = 500) -> tuple[float, float]:
+PIXELS = 2**23  # of the images that are looked at together, at most 500
+
+
+def evaluate(model: nn.Module, images: ImageSet, batch: int = 0) -> tuple[float, float]:
     """(accuracy, mean loss) over a set; the model's mode is as before afterwards."""
     correct, loss, count = tally(model, images, batch).tolist()
     return correct / count, loss / count
@@ -22,7 +25,7 @@ def evaluate(model: nn.Module, images: ImageSet, batch: int = 500) -> tuple[floa
 def tally(
     model: nn.Module,
     images: ImageSet,
-    batch: int = 500,
+    batch: int = 0,  # 0: as many as fit
     *,
     rank: int = 0,
     world: int = 1,
@@ -32,6 +35,7 @@ def tally(
     training = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
     total = torch.zeros(3, device=device)
+    batch = batch or max(1, min(500, PIXELS // (images.size[0] * images.size[1])))
     model.eval()
     try:
         for x, labels, counts in in_order(

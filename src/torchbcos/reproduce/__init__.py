@@ -1,18 +1,18 @@
 """Run the experiments of a study side by side, keep their results, and make the page of them."""
 
-from torchbcos.reproduce.experiments import EXPERIMENTS, Experiment, choose_experiments
+from torchbcos.reproduce.experiments import Experiment, Study
 from torchbcos.reproduce.packed import pack
-from torchbcos.reproduce.page import write_page
 from torchbcos.reproduce.runner import Ended, run_all
+from torchbcos.reproduce.studies import STUDIES, choose_study
 from torchbcos.reproduce.trial import Trial
 
 __all__ = [
-    "EXPERIMENTS",
+    "STUDIES",
     "Ended",
     "Experiment",
+    "Study",
     "Trial",
-    "choose_experiments",
+    "choose_study",
     "pack",
     "run_all",
-    "write_page",
 ]

@@ -1,15 +1,16 @@
-"""The experiments on CIFAR-10: what is trained, and what the paper reports of it."""
+"""What is trained and measured: experiments, and the studies they belong to."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from torchbcos.recipe import list_recipes, read_recipe
+from torchbcos.recipe import read_recipe
 from torchbcos.training_config import TrainConfig
 
-__all__ = ["EXPERIMENTS", "Experiment", "choose_experiments"]
+__all__ = ["Experiment", "Study"]
 
 
 @dataclass(frozen=True)
@@ -22,55 +23,35 @@ class Experiment:
     changes: tuple[str, ...] = ()  # of the recipe's settings
     compared: bool = False  # with the post-hoc methods, too
     paper: float | None = None  # the accuracy that the paper reports, in %
+    units: tuple[str, ...] = ()  # layers whose units are looked at, too
+    bundle: str = ""  # the name under which its weights are also written in float16
 
     def config(self, data: str, changes: Sequence[str] = ()) -> TrainConfig:
         return read_recipe(self.recipe, data, [*self.changes, *changes])
 
 
-#: The accuracies of Tab. 1 for MaxOut, by B.
-_PAPER = {1: 93.5, 1.25: 93.8, 1.5: 93.7, 1.75: 93.7, 2: 93.2, 2.25: 92.6, 2.5: 92.4}
-_CALIBRATED = (1.25, 2, 2.5)
-_SEEDS = (1, 2)  # beside 0
+@dataclass(frozen=True)
+class Study:
+    """Experiments on one data set, and the page made of their results."""
 
+    name: str
+    data: str  # what its folder holds
+    experiments: Mapping[str, Experiment]  # by name, in the order of the page
+    write_page: Callable[[Path, Path], list[Path]]  # of the results' folder and the docs'
+    reported: str = "paper"  # where the experiments' `paper` is from
+    smooth: int = 3  # pixels of the window that smooths maps
+    grids: int = 500
+    slow_grids: int = 100  # for methods that perturb images and for those of `slow`
+    slow: tuple[str, ...] = ()
 
-def _maxout(b: float) -> str:
-    return "cifar10" if b == 2 else f"cifar10-b{b:g}"
-
-
-def _cifar10() -> Iterable[Experiment]:
-    yield Experiment("plain-b2", "cifar10-plain", "plain, B = 2", paper=91.5)
-    for b, accuracy in _PAPER.items():
-        what = f"MaxOut, B = {b:g}"
-        yield Experiment(f"maxout-b{b:g}", _maxout(b), what, compared=b == 2, paper=accuracy)
-    for b in _CALIBRATED:
-        what = f"MaxOut, B = {b:g}, γ and T calibrated"
-        yield Experiment(f"maxout-b{b:g}-calibrated", _maxout(b), what, ('preset=""',))
-    for name, recipe in (("plain", "cifar10-plain"), ("maxout", "cifar10")):
-        for seed in _SEEDS:
-            what = f"{'plain' if name == 'plain' else 'MaxOut'}, B = 2, seed {seed}"
-            yield Experiment(f"{name}-b2-seed{seed}", recipe, what, (f"seed={seed}",))
-    what = "the same shape, conventional: batch norm and ReLU"
-    yield Experiment("conventional", "cifar10-conventional", what, compared=True)
-    if "cifar10-best" in list_recipes():
-        yield Experiment("best", "cifar10-best", "our own recipe, cifar10-best")
-
-
-#: By name, in the order of the page.
-EXPERIMENTS = {e.name: e for e in _cifar10()}
-
-
-def choose_experiments(names: Iterable[str] = ()) -> list[Experiment]:
-    """Those of these names, or all.
-
-    >>> [e.recipe for e in choose_experiments(["plain-b2", "maxout-b1.25"])]
-    ['cifar10-plain', 'cifar10-b1.25']
-    """
-    chosen = list(dict.fromkeys(names)) or list(EXPERIMENTS)
-    for name in chosen:
-        if name not in EXPERIMENTS:
-            close = difflib.get_close_matches(name, EXPERIMENTS, 3) or list(EXPERIMENTS)
-            raise ValueError(
-                f"`--only` (={name!r}) must name experiments: did you mean {' or '.join(close)}? "
-                "--list shows all."
-            )
-    return [EXPERIMENTS[name] for name in chosen]
+    def choose(self, names: Iterable[str] = ()) -> list[Experiment]:
+        """Those of these names, or all."""
+        chosen = list(dict.fromkeys(names)) or list(self.experiments)
+        for name in chosen:
+            if name not in self.experiments:
+                close = difflib.get_close_matches(name, self.experiments, 3)
+                raise ValueError(
+                    f"`--only` (={name!r}) must name experiments: did you mean "
+                    f"{' or '.join(close or self.experiments)}? --list shows all."
+                )
+        return [self.experiments[name] for name in chosen]

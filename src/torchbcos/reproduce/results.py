@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from torchbcos.recipe import read_recipe
-from torchbcos.reproduce.experiments import EXPERIMENTS, Experiment
+from torchbcos.reproduce.experiments import Experiment
 
-__all__ = ["Result", "Results", "read_results"]
+__all__ = ["Result", "Results", "read_json", "read_results"]
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,23 @@ class Result:
 Results = Mapping[str, Result]
 
 
-def read_results(folder: Path) -> Results:
+def read_results(folder: Path, experiments: Mapping[str, Experiment]) -> Results:
     """Those that are there, by name, in the order of the experiments."""
     if not folder.is_dir():
         raise ValueError(f"`--results` (={str(folder)!r}) must be a folder of JSON files.")
     found = {}
-    for name, experiment in EXPERIMENTS.items():
+    for name, experiment in experiments.items():
         path = folder / f"{name}.json"
         if path.exists():
-            try:
-                found[name] = Result(experiment, json.loads(path.read_text()))
-            except ValueError as error:
-                raise ValueError(f"{path} is no JSON ({error}): run it again.") from error
+            found[name] = Result(experiment, read_json(path))
     if not found:
         raise ValueError(f"`--results` (={str(folder)!r}) holds no result of an experiment.")
     return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}): run it again.") from error
+    return document

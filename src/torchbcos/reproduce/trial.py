@@ -19,19 +19,21 @@ from torch import nn
 
 from torchbcos._version import __version__
 from torchbcos.baseline import to_explain
-from torchbcos.checkpoint import load, write_atomically
+from torchbcos.checkpoint import load, save, write_atomically
 from torchbcos.data import ImageSet, open_data
 from torchbcos.evaluate import evaluate
 from torchbcos.localise_run import Game, MethodScores, play
 from torchbcos.models import BcosModel
 from torchbcos.posthoc import METHODS
 from torchbcos.reproduce.experiments import Experiment
+from torchbcos.reproduce.units import describe_units
 from torchbcos.train import STATE, train
 from torchbcos.training_config import TrainConfig
 
 __all__ = ["Trial"]
 
-SMOOTH = 3  # pixels, as in the paper for CIFAR-10
+UNITS = "neurons"  # the name of the result about inner units
+_PIXELS = 2**20  # of grids that are looked at together, at most 8
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Trial:
     grids: int = 500
     slow_grids: int = 100  # for methods that perturb images
     evidence: Mapping[str, Any] | None = None  # more of it: the command, the commit
+    smooth: int = 3  # pixels of the window that smooths maps
+    slow: tuple[str, ...] = ()  # further methods for `slow_grids`
 
     def __post_init__(self) -> None:
         for name in self.methods:
@@ -69,6 +73,10 @@ class Trial:
     def result(self) -> Path:
         return self.out / "results" / f"{self.name}.json"
 
+    @property
+    def units_result(self) -> Path:
+        return self.result.with_name(f"{UNITS}.json")
+
     def wanted(self) -> dict[str, int]:
         """How many grids each method is scored on; ours is the first, where there is one."""
         conventional = self.config.arch.startswith("conventional/")
@@ -76,7 +84,8 @@ class Trial:
         if self.experiment.compared:
             names += METHODS if "all" in self.methods else self.methods
         fitting = [METHODS[n] for n in names if not (conventional and METHODS[n].inherent)]
-        return {m.name: self.slow_grids if m.perturbs else self.grids for m in fitting}
+        slow = {m.name for m in fitting if m.perturbs or m.name in self.slow}
+        return {m.name: self.slow_grids if m.name in slow else self.grids for m in fitting}
 
     def finished(self) -> bool:
         """Whether the result is there; one of other settings is an error."""
@@ -90,6 +99,8 @@ class Trial:
                     f"{self.result} was made with `{name}` (={made!r}), not {value!r}: choose "
                     f"another --out, or remove it and {self.folder}."
                 )
+        if self.experiment.units and not self.units_result.exists():
+            return False
         scored = document["localisation"]["methods"]
         return all(scored.get(m, {}).get("grids") == n for m, n in self.wanted().items())
 
@@ -112,7 +123,7 @@ class Trial:
             "parameters": sum(p.numel() for p in model.parameters()),
             "scaling": _scaling(model),
             "localisation": {
-                "game": asdict(Game(self.grids, smooth=SMOOTH)),
+                "game": asdict(Game(self.grids, smooth=self.smooth)),
                 "methods": {},
             },
             "curve": self._curve(),
@@ -120,12 +131,28 @@ class Trial:
             "evidence": {**_machine(device), **(self.evidence or {}), "seed": self.config.seed},
         }
         document["seconds"] = {"training": document["curve"]["seconds"][-1], "localisation": 0.0}
-        self._write(document)
+        if self.experiment.bundle:
+            document["bundle"] = self._bundle(model, images)
+        _write(self.result, document)
         for method, grids in self.wanted().items():
             scores = self._scores(to_explain(model), images, method, grids, console)
-            document["localisation"]["methods"][method] = _as_json(scores, self.slow_grids)
+            document["localisation"]["methods"][method] = self._as_json(scores)
             document["seconds"]["localisation"] += round(scores.seconds, 2)
-            self._write(document)
+            _write(self.result, document)
+        if self.experiment.units:
+            about = {name: document[name] for name in ("name", "what", "accuracy", "images")}
+            found = describe_units(
+                model, images, self.experiment.units, self.folder, console=console
+            )
+            _write(self.units_result, {**about, **found, "evidence": document["evidence"]})
+
+    def _bundle(self, model: BcosModel, images: ImageSet) -> dict[str, Any]:
+        """The weights in float16 below `out`, and how good the model is with them."""
+        path = self.out / f"{self.experiment.bundle}.safetensors"
+        model.provenance["config"]["data"] = self.data
+        save(model, path, half=True)
+        accuracy, loss = evaluate(load(path).to(images.labels.device), images)
+        return {"name": path.stem, "bytes": path.stat().st_size, "accuracy": accuracy, "loss": loss}
 
     def _trained(self, console: Console) -> BcosModel:
         """From its file, that is, as everyone else will have it."""
@@ -137,7 +164,7 @@ class Trial:
 
     def _is_mine(self, model: BcosModel) -> bool:
         made = {**model.provenance.get("config", {}), "data": self.data}
-        return made == self._settings()
+        return all(made.get(name, value) == value for name, value in self._settings().items())
 
     def _settings(self) -> dict[str, Any]:
         return {**self.config.as_json(), "data": self.data}
@@ -155,11 +182,12 @@ class Trial:
     def _scores(
         self, model: nn.Module, images: ImageSet, method: str, grids: int, console: Console
     ) -> MethodScores:
-        game = Game(grids, smooth=SMOOTH)
+        game = Game(grids, smooth=self.smooth)
         where = self.folder / "scores"
+        batch = max(1, min(8, _PIXELS // (game.n**2 * images.size[0] * images.size[1])))
         played = play(
             model, images, [method], game, name=self.name, data=self.data, out=where,
-            console=console,
+            batch=batch, console=console,
         )  # fmt: skip
         scores = played.methods[0]
         console.print(
@@ -168,26 +196,27 @@ class Trial:
         )
         return scores
 
-    def _write(self, document: Mapping[str, Any]) -> None:
-        write_atomically(self.result, (_readable(document) + "\n").encode())
+    def _as_json(self, scores: MethodScores) -> dict[str, Any]:
+        """The summary, percentiles 0 to 100 of all cells' scores, from which boxes are drawn, and
+        mean and median of the first grids, which slow methods are scored on: a plan of fewer grids
+        begins as one of more.
+        """
+        first = scores.scores[: self.slow_grids]
+        percentiles = np.percentile(scores.scores, np.arange(101))
+        return {
+            "label": scores.label,
+            **asdict(scores.summary),
+            "mean_of_first": float(first.mean()),
+            "median_of_first": float(np.median(first)),
+            "first": len(first),
+            "smooth": 0 if METHODS[scores.method].perturbs else self.smooth,
+            "seconds": round(scores.seconds, 2),
+            "percentiles": [round(float(p), 4) for p in percentiles],
+        }
 
 
-def _as_json(scores: MethodScores, first: int) -> dict[str, Any]:
-    """The summary, percentiles 0 to 100 of all cells' scores, from which boxes are drawn, and the
-    mean of the `first` grids, which slow methods are scored on: a plan of fewer grids begins as one
-    of more.
-    """
-    percentiles = np.percentile(scores.scores, np.arange(101))
-    method = METHODS[scores.method]
-    return {
-        "label": scores.label,
-        **asdict(scores.summary),
-        "mean_of_first": float(scores.scores[:first].mean()),
-        "first": min(first, len(scores.scores)),
-        "smooth": 0 if method.perturbs else SMOOTH,
-        "seconds": round(scores.seconds, 2),
-        "percentiles": [round(float(p), 4) for p in percentiles],
-    }
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    write_atomically(path, (_readable(document) + "\n").encode())
 
 
 def _scaling(model: BcosModel) -> dict[str, Any]:

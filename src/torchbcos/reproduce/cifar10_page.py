@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchbcos.checkpoint import write_atomically
-from torchbcos.plots import accuracy_and_localisation, curves, score_boxes
-from torchbcos.reproduce.experiments import EXPERIMENTS
+from torchbcos.plots import accuracy_and_localisation, score_boxes
+from torchbcos.reproduce.cifar10 import EXPERIMENTS
 from torchbcos.reproduce.results import Result, Results, read_results
+from torchbcos.reproduce.tables import (
+    MISSING,
+    accuracy,
+    draw,
+    evidence,
+    loss_curves,
+    minutes,
+    remarks,
+    table,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,26 +31,19 @@ if TYPE_CHECKING:
 __all__ = ["write_page"]
 
 NEAR = 0.3  # points of accuracy that count as reached
-MISSING = "missing"
 
 
 def write_page(results: Path, docs: Path) -> list[Path]:
     """Write docs/cifar10.md and its plots from results/*.json; return what was written."""
-    found = read_results(results)
-    pictures = docs / "pictures"
-    pictures.mkdir(parents=True, exist_ok=True)
-    drawn = {
-        "cifar10-b.png": _over_b(found),
-        "cifar10-methods.png": _method_boxes(found),
-        "cifar10-loss.png": _loss_curves(found),
-    }
-    written = []
-    for name, figure in drawn.items():
-        if figure is not None:
-            buffer = io.BytesIO()
-            figure.savefig(buffer, dpi=120, format="png", metadata={"Software": None})
-            write_atomically(pictures / name, buffer.getvalue())
-            written.append(pictures / name)
+    found = read_results(results, EXPERIMENTS)
+    written = draw(
+        {
+            "cifar10-b.png": _over_b(found),
+            "cifar10-methods.png": _method_boxes(found),
+            "cifar10-loss.png": _loss_curves(found),
+        },
+        docs / "pictures",
+    )
     shown = {path.name for path in written}
     sections = [
         _head(found, results),
@@ -52,7 +54,7 @@ def write_page(results: Path, docs: Path) -> list[Path]:
         _post_hoc(found, shown),
         _others(found),
         _losses(shown),
-        _evidence(found),
+        evidence(found),
     ]
     page = docs / "cifar10.md"
     write_atomically(page, ("\n\n".join(sections) + "\n").encode())
@@ -63,7 +65,6 @@ def write_page(results: Path, docs: Path) -> list[Path]:
 
 
 def _head(found: Results, results: Path) -> str:
-    absent = [name for name in EXPERIMENTS if name not in found]
     lines = [
         "# CIFAR-10: the paper's networks, trained again",
         "",
@@ -81,12 +82,7 @@ def _head(found: Results, results: Path) -> str:
         f"This page is made by the second command from the files in `{results.as_posix()}`; "
         "nothing in it is written by hand.",
     ]
-    if absent:
-        lines += ["", f"**Not run yet: {', '.join(absent)}.**"]
-    off = {name: r.deviations() for name, r in found.items() if r.deviations()}
-    if off:
-        lines += ["", "**Not with the recipe's settings:**", ""]
-        lines += [f"- {name}: {', '.join(settings)}" for name, settings in off.items()]
+    lines += remarks(found, EXPERIMENTS)
     return "\n".join(lines)
 
 
@@ -104,14 +100,14 @@ def _table_1(found: Results) -> str:
         near += off >= -NEAR
         rows.append([
             e.what, f"{e.paper}", f"{r.accuracy:.2f}", f"{off:+.2f}", _score(r, "ours"),
-            _minutes(r),
+            minutes(r),
         ])  # fmt: skip
     header = ["network", "paper, %", "here, %", "difference", "localisation", "training"]
     verdict = (
         f"{near} of {measured} measured accuracies are above the paper's or at most {NEAR} points "
         "below."
     )
-    return "\n\n".join(["## Accuracy (Tab. 1)", _table(header, rows), verdict])
+    return "\n\n".join(["## Accuracy (Tab. 1)", table(header, rows), verdict])
 
 
 def _fig_4(found: Results, shown: set[str]) -> str:
@@ -141,7 +137,7 @@ def _calibrated(found: Results) -> str:
         if not name.endswith("-calibrated"):
             continue
         hand, auto = found.get(name.removesuffix("-calibrated")), found.get(name)
-        pair = [_accuracy(hand), _accuracy(auto)]
+        pair = [accuracy(hand), accuracy(auto)]
         off = f"{auto.accuracy - hand.accuracy:+.2f}" if hand and auto else ""
         scores = [_score(r, "ours") for r in (hand, auto)]
         rows.append(
@@ -162,7 +158,7 @@ def _calibrated(found: Results) -> str:
         "The paper tunes γ and T by hand for each B. `torchbcos.calibrate` sets them from the "
         "first batch; of these networks only the product γ₁⋯γ₉/T matters."
     )
-    return "\n\n".join(["## Scales: calibrated against tuned by hand", words, _table(header, rows)])
+    return "\n\n".join(["## Scales: calibrated against tuned by hand", words, table(header, rows)])
 
 
 def _seeds(found: Results) -> str:
@@ -170,14 +166,14 @@ def _seeds(found: Results) -> str:
     for name in ("plain-b2", "maxout-b2"):
         names = [n for n in EXPERIMENTS if n == name or n.startswith(f"{name}-seed")]
         results = [found[n] for n in names if n in found]
-        each = ", ".join(_accuracy(found.get(n)) for n in names)
+        each = ", ".join(accuracy(found.get(n)) for n in names)
         localised = [r.ours for r in results if r.ours is not None]
         rows.append([
             EXPERIMENTS[name].what, each, _spread([r.accuracy for r in results], 2),
             ", ".join(f"{v:.3f}" for v in localised), _spread(localised, 3),
         ])  # fmt: skip
     header = ["network", "seeds 0, 1, 2: %", "mean ± deviation", "localisation", "mean ± deviation"]
-    return "\n\n".join(["## Seeds and spread", _table(header, rows)])
+    return "\n\n".join(["## Seeds and spread", table(header, rows)])
 
 
 def _post_hoc(found: Results, shown: set[str]) -> str:
@@ -198,7 +194,7 @@ def _post_hoc(found: Results, shown: set[str]) -> str:
     if "cifar10-methods.png" in shown:
         parts.append("![Localisation of every method](pictures/cifar10-methods.png)")
     if rows:
-        parts.append(_table(["method", "B-cos, B = 2", "conventional", "grids"], rows))
+        parts.append(table(["method", "B-cos, B = 2", "conventional", "grids"], rows))
     if bcos and bcos.ours is not None and len(bcos.methods) > 1:
         parts.append(_verdict(bcos.methods))
     missing = [n for n, r in (("maxout-b2", bcos), ("conventional", other)) if r is None]
@@ -239,38 +235,15 @@ def _others(found: Results) -> str:
             r, what = found.get(name), EXPERIMENTS[name].what
             size = f"{r.document['parameters'] / 1e6:.2f} M" if r else ""
             score = _score(r, "ours") if name == "best" else "–"
-            rows.append([what, _accuracy(r), score, size, _minutes(r) if r else ""])
+            rows.append([what, accuracy(r), score, size, minutes(r) if r else ""])
     header = ["network", "accuracy, %", "localisation", "parameters", "training"]
-    return "\n\n".join(["## Other networks", _table(header, rows)])
+    return "\n\n".join(["## Other networks", table(header, rows)])
 
 
 def _losses(shown: set[str]) -> str:
     picture = "![Loss over the epochs](pictures/cifar10-loss.png)"
     words = picture if "cifar10-loss.png" in shown else "Missing."
     return "\n\n".join(["## Loss curves", words])
-
-
-def _evidence(found: Results) -> str:
-    header = [
-        "experiment", "recipe", "seed", "epochs", "training", "pointing game", "hardware",
-        "side by side", "torch", "commit", "source",
-    ]  # fmt: skip
-    rows = []
-    for name, r in found.items():
-        d, e = r.document, r.document["evidence"]
-        rows.append([
-            f"`{name}`", d["recipe"], str(e["seed"]), f"{d['config']['epochs']:g}", _minutes(r),
-            f"{d['seconds']['localisation'] / 60:.1f} min", e["hardware"],
-            str(e.get("side_by_side", "")), e["torch"], e.get("commit", "unknown"),
-            e.get("source", ""),
-        ])  # fmt: skip
-    commands = sorted({r.document["evidence"].get("command", "unknown") for r in found.values()})
-    ran = "\n".join(["```", *commands, "```"])
-    words = (
-        "Times are those of a process that shared the device with as many others as “side by side” "
-        "says. “source” is a digest of the package's code and recipes."
-    )
-    return "\n\n".join(["## How it was made", _table(header, rows), words, ran])
 
 
 # The plots.
@@ -303,29 +276,13 @@ def _method_boxes(found: Results) -> Figure | None:
 
 
 def _loss_curves(found: Results) -> Figure | None:
-    titles = {"train_loss": "loss on training images", "test_loss": "loss on test images"}
-    drawn = {
-        name: r.document["curve"]
-        for name, r in found.items()
-        if r.experiment.paper is not None or name in ("conventional", "best")
-    }
-    panels = {
-        title: {name: (curve["epoch"], curve[key]) for name, curve in drawn.items()}
-        for key, title in titles.items()
-    }
-    return curves(panels) if drawn else None
+    chosen = ("conventional", "best")
+    return loss_curves({
+        name: r for name, r in found.items() if r.experiment.paper is not None or name in chosen
+    })  # fmt: skip
 
 
 # Cells.
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
-
-
-def _accuracy(r: Result | None) -> str:
-    return MISSING if r is None else f"{r.accuracy:.2f}"
 
 
 def _score(r: Result | None, method: str, *, inherent: bool = False) -> str:
@@ -343,10 +300,6 @@ def _grids(method: str, *results: Result | None) -> str:
 
 def _total(r: Result | None) -> str:
     return MISSING if r is None else f"{r.document['scaling']['log10_total']:.2f}"
-
-
-def _minutes(r: Result) -> str:
-    return f"{r.document['seconds']['training'] / 60:.1f} min"
 
 
 def _spread(values: Sequence[float], digits: int) -> str:

@@ -1,0 +1,361 @@
+"""The page on Imagenette, made of nothing but the JSON files of the experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchbcos.checkpoint import write_atomically
+from torchbcos.plots import score_boxes
+from torchbcos.reproduce.imagenette import ARCHITECTURES, EXPERIMENTS
+from torchbcos.reproduce.results import Result, Results, read_json, read_results
+from torchbcos.reproduce.tables import (
+    MISSING,
+    accuracy,
+    draw,
+    evidence,
+    loss_curves,
+    minutes,
+    remarks,
+    table,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["write_page"]
+
+NEAR = 1.0  # points of accuracy that a B-cos network may lose
+HIGH = 0.9  # a good median of localisation
+#: How the name of an experiment ends, and what such a network is called.
+_KINDS = {"": "B-cos, no norms", "-norm": "B-cos, norms", "-conventional": "conventional"}
+#: Tab. B1: millions of parameters and accuracy on ImageNet.
+_ABLATION = {
+    "densenet121-one-unit": ("one unit, growth 32", 7.9, 72.6),
+    "densenet121-growth22": ("2 units, growth 22", 8.0, 73.2),
+    "densenet121": ("2 units, growth 32", 15.8, 74.3),
+    "densenet121-conventional": ("conventional, growth 32", 7.9, 74.4),
+}
+
+
+def write_page(results: Path, docs: Path) -> list[Path]:
+    """Write docs/imagenette.md and its plots from results/*.json; return what was written."""
+    found = read_results(results, EXPERIMENTS)
+    figures = {f"imagenette{end or '-no-norm'}.png": _boxes(found, end) for end in _KINDS}
+    main = {name: r for name, r in found.items() if r.experiment.compared}
+    written = draw({**figures, "imagenette-loss.png": loss_curves(main)}, docs / "pictures")
+    shown = {path.name for path in written}
+    units, tries = results / "neurons.json", sorted((results / "tries").glob("*.json"))
+    sections = [
+        _head(found, results),
+        _accuracies(found),
+        _localisation(found, shown),
+        _ablation(found),
+        _units(read_json(units) if units.exists() else None),
+        _bundled(found.get("small")),
+        _tries({path.stem: read_json(path) for path in tries}),
+        _losses(shown),
+        _limits(),
+        evidence(found),
+    ]
+    page = docs / "imagenette.md"
+    write_atomically(page, ("\n\n".join(filter(None, sections)) + "\n").encode())
+    return [page, *written]
+
+
+def _bcos(found: Results, arch: str) -> list[Result]:
+    """The B-cos networks of an architecture, the more accurate first."""
+    both = [found[arch + end] for end in ("", "-norm") if arch + end in found]
+    return sorted(both, key=lambda r: -r.accuracy)
+
+
+# The sections.
+
+
+def _head(found: Results, results: Path) -> str:
+    grids = sorted({m["grids"] for r in found.values() for m in r.methods.values()})
+    lines = [
+        "# Imagenette: the paper's large networks on photographs",
+        "",
+        "Imagenette is ten classes of ImageNet, 9,469 photographs to train with and 3,925 to test, "
+        "at 224×224 pixels (for Inception-v3 enlarged to 299). On it the four architectures of the "
+        "paper's Tab. 2 are trained from scratch, each as it was (conventional), as a B-cos "
+        "network without norms, as the paper has it, and as one with uncentred batch norms, which "
+        "are dynamic-linear as well; with the same data, augmentation and epochs. Beside them "
+        "stand the paper's numbers for ImageNet, which is another and harder task.",
+        "",
+        "```",
+        "torchbcos reproduce imagenette --data data/imagenette --out out/imagenette --jobs 4",
+        "torchbcos reproduce imagenette --page --results out/imagenette/results",
+        "```",
+        "",
+        f"This page is made by the second command from the files in `{results.as_posix()}`; "
+        "nothing in it is written by hand. A localisation score is the share of a map's positive "
+        "contributions that lies in the cell of the explained class, in grids of 3×3 images of "
+        "different classes at their own resolution (672 pixels; Inception-v3: 897), with maps "
+        "smoothed 15×15; chance is 0.111."
+        + (f" Methods were scored on {_either(map(str, grids))} grids." if grids else ""),
+        *remarks(found, EXPERIMENTS),
+    ]
+    return "\n".join(lines)
+
+
+def _accuracies(found: Results) -> str:
+    rows, better = [], {}
+    for arch, (title, paper_conventional, paper_bcos) in ARCHITECTURES.items():
+        base, *both = (found.get(arch + end) for end in ("-conventional", "", "-norm"))
+        cells = [title, accuracy(base)]
+        for r in both:
+            cells += [accuracy(r), _difference(r, base)]
+        if base and any(both):
+            better[title] = _bcos(found, arch)[0].accuracy - base.accuracy
+        off = f"{paper_bcos - paper_conventional:+.1f}"
+        rows.append([*cells, f"{paper_conventional}", f"{paper_bcos}", off])
+    header = [
+        "network", "conventional, %", "B-cos, no norms", "difference", "B-cos, norms", "difference",
+        "paper, ImageNet: conventional", "B-cos", "difference",
+    ]  # fmt: skip
+    parts = ["## Accuracy (Tab. 2)", table(header, rows)]
+    if better:
+        near = sum(round(off, 2) >= -NEAR for off in better.values())
+        each = ", ".join(f"{title} {off:+.2f}" for title, off in better.items())
+        parts.append(
+            f"The better of the two B-cos networks is above the conventional one or at most {NEAR} "
+            f"points below in {near} of {len(better)} architectures: {each}."
+        )
+    networks = [r for arch in ARCHITECTURES for r in _bcos(found, arch)]
+    if networks:
+        best = max(networks, key=lambda r: r.accuracy)
+        parts.append(f"The best B-cos network: {best.experiment.what}, {best.accuracy:.2f} %.")
+    other = found.get("vgg11_bn-conventional")
+    if other:
+        parts.append(
+            "The paper's VGG-11 has no norms. With batch norms the conventional one has "
+            f"{other.accuracy:.2f} %."
+        )
+    return "\n\n".join(parts)
+
+
+def _localisation(found: Results, shown: set[str]) -> str:
+    parts = [
+        "## Localisation (Fig. 5, B1 and B2)",
+        "Medians over all cells of all grids. Slow methods are scored on fewer grids, the first "
+        "ones, which are those of the most confident images; in brackets is what ours has on these "
+        "alone. Maps of methods that perturb images are not smoothed, as in the paper.",
+    ]
+    for end, kind in _KINDS.items():
+        name = f"imagenette{end or '-no-norm'}.png"
+        if name in shown:
+            parts.append(f"![Localisation of every method, {kind}](pictures/{name})")
+    for arch, (title, _, _) in ARCHITECTURES.items():
+        networks = {end: found.get(arch + end) for end in _KINDS}
+        labels: dict[str, str] = {}
+        for r in filter(None, networks.values()):
+            labels |= {key: m["label"] for key, m in r.methods.items()}
+        parts.append(f"### {title}")
+        if not labels:
+            parts.append("Missing.")
+            continue
+        rows = [
+            [label, *(_median(r, key) for r in networks.values()), _grids(networks, key)]
+            for key, label in labels.items()
+        ]
+        parts.append(table(["method", *_KINDS.values(), "grids"], rows))
+        verdict = " ".join(_verdicts(networks))
+        if verdict:
+            parts.append(verdict)
+    return "\n\n".join(parts)
+
+
+def _verdicts(networks: Mapping[str, Result | None]) -> Iterator[str]:
+    """Each B-cos network's own maps, beside the best post-hoc method there and elsewhere."""
+    conventional = networks["-conventional"]
+    for end in ("", "-norm"):
+        r = networks[end]
+        if r is None or "ours" not in r.methods:
+            continue
+        median = r.methods["ours"]["quartiles"][1]
+        words = f"{_KINDS[end]}: ours has {median:.3f}"
+        words += "" if median >= HIGH else f", below {HIGH}"
+        for where, other in (("the same network", r), ("the conventional one", conventional)):
+            leads = _leads(r, other) if other is not None else {}
+            if leads:
+                best, lead = min(leads.items(), key=lambda pair: pair[1])
+                above = sum(value > 0 for value in leads.values())
+                words += (
+                    f"; on {where} it is above {above} of {len(leads)} post-hoc methods, the best "
+                    f"of which, {best}, is {abs(lead):.3f} {'below' if lead > 0 else 'above'}"
+                )
+        yield words + "."
+
+
+def _leads(ours: Result, other: Result) -> dict[str, float]:
+    """By how much the median of ours is above that of each method, on as many grids."""
+    own = ours.methods["ours"]
+    leads = {}
+    for key, m in other.methods.items():
+        if key != "ours":
+            mine = own["median_of_first"] if m["grids"] == own["first"] else own["quartiles"][1]
+            leads[m["label"]] = float(mine - m["quartiles"][1])
+    return leads
+
+
+def _ablation(found: Results) -> str:
+    base = found.get("densenet121-conventional")
+    rows = []
+    for name, (what, size, paper) in _ABLATION.items():
+        r = found.get(name)
+        own = f"{r.document['parameters'] / 1e6:.1f} M" if r else ""
+        off = _difference(r, base) if name != "densenet121-conventional" else ""
+        score = "–" if name.endswith("-conventional") else _median(r, "ours")
+        rows.append([what, own, accuracy(r), off, score, f"{size} M", f"{paper}"])
+    header = [
+        "DenseNet-121", "parameters", "accuracy, %", "difference", "localisation",
+        "paper, ImageNet: parameters", "accuracy, %",
+    ]  # fmt: skip
+    words = "Fewer parameters here, as there are ten classes in place of a thousand."
+    return "\n\n".join(["## Units and growth (Tab. B1)", table(header, rows), words])
+
+
+def _units(document: Mapping[str, Any] | None) -> str:
+    parts = ["## Inner units"]
+    if document is None:
+        return "\n\n".join([*parts, "Missing."])
+    top, layers = document["top"], document["layers"]
+    parts.append(
+        f"Of {document['what']} ({100 * document['accuracy']:.2f} %), over {document['images']} "
+        f"test images: units of an early, a middle and a late layer. For each unit stand its "
+        f"five largest activations, each in another image, how far the classes of its {top} best "
+        "images are from those of all (bits; q is the chance of that, adjusted for the number of "
+        "units), and the classes of these images. Their explanations are pictures of the data, "
+        "and so are not here: the first command above leaves them in `runs/NAME/units.html`."
+    )
+    for name, layer in layers.items():
+        height, width = layer["map"]
+        parts.append(f"### `{name}`: {layer['units']} units of {height}×{width} positions")
+        rows = []
+        for kind in ("most_active", "most_skewed"):
+            for unit, u in layer[kind].items():
+                largest = ", ".join(f"{v:.3g}" for v in u["activations"])
+                counts = list(u["classes"].items())
+                named = ", ".join(f"{c} {n}" for c, n in counts[:3])
+                rest = sum(n for _, n in counts[3:])
+                rows.append([
+                    unit, kind.replace("_", " "), largest, f"{u['bits']:.2f}", f"{u['q']:.2g}",
+                    named + (f", others {rest}" if rest else ""),
+                ])  # fmt: skip
+        header = ["unit", "", "largest activations", "bits", "q", f"best {top} images"]
+        parts.append(table(header, rows))
+        parts.append(f"{layer['skewed']} of {layer['units']} units are skewed beyond chance.")
+    skewed = {
+        n: next(iter(v["most_skewed"].items())) for n, v in layers.items() if v["most_skewed"]
+    }
+    if skewed:
+        classes = sorted({c for _, u in skewed.values() for c in u["classes"]}, key=str.lower)
+        rows = [[c, *(str(u["classes"].get(c, 0)) for _, u in skewed.values())] for c in classes]
+        header = ["class", *(f"unit {unit} of `{n}`" for n, (unit, _) in skewed.items())]
+        parts.append("### Class histograms of the most skewed units (as Fig. B4)")
+        parts += [f"Of the {top} best images of each:", table(header, rows)]
+    return "\n\n".join(parts)
+
+
+def _bundled(r: Result | None) -> str:
+    parts = ["## The bundled model"]
+    if r is None or "bundle" not in r.document:
+        return "\n\n".join([*parts, "Missing."])
+    d, options = r.document["bundle"], r.document["config"]["options"]
+    rows = [
+        ["network", f"{r.document['config']['arch']}, {options}"],
+        ["parameters", f"{r.document['parameters'] / 1e6:.2f} M"],
+        ["file, in float16", f"{d['bytes'] / 2**20:.1f} MiB"],
+        ["accuracy, in float16", f"{100 * d['accuracy']:.2f} %"],
+        ["accuracy, in float32", f"{r.accuracy:.2f} %"],
+        ["localisation, median", _median(r, "ours")],
+        ["training", minutes(r)],
+    ]
+    command = f"```\ntorchbcos evaluate --model {d['name']} --data data/imagenette\n```"
+    return "\n\n".join([*parts, table([f"`{d['name']}`", ""], rows), command])
+
+
+def _tries(documents: Mapping[str, Mapping[str, Any]]) -> str:
+    """What was tried on the way to the recipes: results of experiments with other settings."""
+    rows = []
+    for name, document in documents.items():
+        r = Result(EXPERIMENTS[document["name"]], document)
+        changes = ", ".join(r.deviations()) or "none"
+        rows.append([name, document["name"], changes, accuracy(r), _median(r, "ours"), minutes(r)])
+    if not rows:
+        return ""
+    header = ["try", "experiment", "other settings", "accuracy, %", "localisation", "training"]
+    words = "How the recipes were found: each try differs from its recipe in the settings named."
+    return "\n\n".join(["## What training on a small set needs", words, table(header, rows)])
+
+
+def _losses(shown: set[str]) -> str:
+    picture = "![Loss over the epochs](pictures/imagenette-loss.png)"
+    words = picture if "imagenette-loss.png" in shown else "Missing."
+    return "\n\n".join(["## Loss curves", words])
+
+
+def _limits() -> str:
+    return "\n\n".join([
+        "## What this shows, and what it does not",
+        "It shows how a B-cos network compares with the network it was converted from, where both "
+        "are trained in the same way on few photographs, and whether its own explanations localise "
+        "better than post-hoc ones. It does not show the paper's accuracies: ten classes that "
+        "differ in nearly everything are easier than a thousand that may differ in a detail, and "
+        "9,469 images are too few to learn what ImageNet's million teaches. Each number is one "
+        "seed; with 3,925 test images a difference of two accuracies near 91 % is uncertain by "
+        "about ±1.3 points, so differences below that decide nothing by themselves. Imagenette has "
+        "no third split: recipes were chosen by the same test images that are reported, which "
+        "flatters all networks a little. In the pointing game nine of the ten classes are in "
+        "every grid, and only images that the network gets right take part, another choice of them "
+        "for each network.",
+    ])  # fmt: skip
+
+
+# Plots and cells.
+
+
+def _boxes(found: Results, end: str) -> Figure | None:
+    """All methods on the networks of one kind; beside conventional ones stands ours (Fig. B2)."""
+    panels = {}
+    for arch, (title, _, _) in ARCHITECTURES.items():
+        r = found.get(arch + end)
+        if r is None or not r.methods:
+            continue
+        drawn = {m["label"]: np.array(m["percentiles"]) for m in r.methods.values()}
+        ours = next((b.methods["ours"] for b in _bcos(found, arch) if "ours" in b.methods), None)
+        if end == "-conventional" and ours is not None:
+            drawn = {"Ours (B-cos)": np.array(ours["percentiles"]), **drawn}
+        panels[f"{title}, {_KINDS[end]}, {r.accuracy:.1f} % accurate"] = drawn
+    return score_boxes(panels, chance=1 / 9) if panels else None
+
+
+def _median(r: Result | None, method: str) -> str:
+    """Of ours with that of the first grids, where other methods have fewer."""
+    if r is None:
+        return MISSING
+    if method not in r.methods:
+        return "–"
+    m = r.methods[method]
+    fewer = any(other["grids"] < m["grids"] for other in r.methods.values())
+    first = f" ({m['median_of_first']:.3f})" if method == "ours" and fewer else ""
+    return f"{m['quartiles'][1]:.3f}{first}"
+
+
+def _grids(networks: Mapping[str, Result | None], method: str) -> str:
+    counts = {r.methods[method]["grids"] for r in networks.values() if r and method in r.methods}
+    return ", ".join(map(str, sorted(counts)))
+
+
+def _difference(r: Result | None, base: Result | None) -> str:
+    return f"{r.accuracy - base.accuracy:+.2f}" if r and base else ""
+
+
+def _either(words: Iterator[str]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,101 @@
+"""What the pages of all studies have in common: cells, tables, plots and evidence."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchbcos.checkpoint import write_atomically
+from torchbcos.plots import curves
+from torchbcos.reproduce.experiments import Experiment
+from torchbcos.reproduce.results import Result, Results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "MISSING",
+    "accuracy",
+    "draw",
+    "evidence",
+    "loss_curves",
+    "minutes",
+    "remarks",
+    "table",
+]
+
+MISSING = "missing"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
+
+
+def accuracy(r: Result | None) -> str:
+    return MISSING if r is None else f"{r.accuracy:.2f}"
+
+
+def minutes(r: Result) -> str:
+    return f"{r.document['seconds']['training'] / 60:.1f} min"
+
+
+def draw(figures: Mapping[str, Figure | None], pictures: Path) -> list[Path]:
+    """Write those that there are, by their names, and return where."""
+    pictures.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, figure in figures.items():
+        if figure is not None:
+            buffer = io.BytesIO()
+            figure.savefig(buffer, dpi=120, format="png", metadata={"Software": None})
+            write_atomically(pictures / name, buffer.getvalue())
+            written.append(pictures / name)
+    return written
+
+
+def remarks(found: Results, experiments: Mapping[str, Experiment]) -> list[str]:
+    """Lines that name what was not run, and what was run otherwise."""
+    lines = []
+    absent = [name for name in experiments if name not in found]
+    if absent:
+        lines += ["", f"**Not run yet: {', '.join(absent)}.**"]
+    off = {name: r.deviations() for name, r in found.items() if r.deviations()}
+    if off:
+        lines += ["", "**Not with the recipe's settings:**", ""]
+        lines += [f"- {name}: {', '.join(settings)}" for name, settings in off.items()]
+    return lines
+
+
+def loss_curves(results: Results) -> Figure | None:
+    titles = {"train_loss": "loss on training images", "test_loss": "loss on test images"}
+    drawn = {name: r.document["curve"] for name, r in results.items()}
+    panels = {
+        title: {name: (curve["epoch"], curve[key]) for name, curve in drawn.items()}
+        for key, title in titles.items()
+    }
+    return curves(panels) if drawn else None
+
+
+def evidence(found: Results) -> str:
+    header = [
+        "experiment", "recipe", "seed", "epochs", "training", "pointing game", "hardware",
+        "side by side", "torch", "commit", "source",
+    ]  # fmt: skip
+    rows = []
+    for name, r in found.items():
+        d, e = r.document, r.document["evidence"]
+        rows.append([
+            f"`{name}`", d["recipe"], str(e["seed"]), f"{d['config']['epochs']:g}", minutes(r),
+            f"{d['seconds']['localisation'] / 60:.1f} min", e["hardware"],
+            str(e.get("side_by_side", "")), e["torch"], e.get("commit", "unknown"),
+            e.get("source", ""),
+        ])  # fmt: skip
+    commands = sorted({r.document["evidence"].get("command", "unknown") for r in found.values()})
+    ran = "\n".join(["```", *commands, "```"])
+    words = (
+        "Times are those of a process that shared the device with as many others as “side by side” "
+        "says. “source” is a digest of the package's code and recipes."
+    )
+    return "\n\n".join(["## How it was made", table(header, rows), words, ran])
