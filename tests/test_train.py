@@ -48,6 +48,7 @@ def little_data(monkeypatch):
             "augment": ("resized_crop", "rand_augment"),
             "magnitude": 5,
         },
+        {"arch": "conventional/mobilenet_v3_small", "options": {}},  # with dropout
     ],
 )
 def test_a_run_that_was_stopped_ends_with_the_same_weights(little_data, tmp_path, changes):

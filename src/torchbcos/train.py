@@ -135,7 +135,7 @@ class _Run:
 
         def checked(images: ImageSet, name: str) -> ImageSet:
             if isinstance(images, Images):
-                return images
+                return images.to(self.fabric.device)
             damaged = None
             if self.fabric.is_global_zero:
                 console.print(f"checking {len(images)} images in {name}", highlight=False)
@@ -208,6 +208,7 @@ class _Run:
         _set_rate(state.optimiser, self.config.lr_at(state.step / self.steps_per_epoch))
         if images.shape != self.captured and self._can_capture():
             self._capture(images, labels)
+        torch.manual_seed(((self.config.seed << 32) + state.step) % 2**63)  # of dropout
         self.update(images, labels)
         state.step += 1
         if images.is_cuda:
