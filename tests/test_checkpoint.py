@@ -157,6 +157,17 @@ def test_half_stores_rounded_weights_in_half_the_space(path):
     assert torch.equal(again(images(2, size)), model(images(2, size)))
 
 
+def test_half_leaves_the_statistics_of_norms_as_they_are(path):
+    model = tb.create_model("mini", num_classes=3, norm="uncentred", width=4).eval()
+    for module in model.modules():
+        if isinstance(module, tb.norms.UncentredBatchNorm2d):
+            module.running_var.uniform_(1e-9, 1e-7)  # float16 begins at 6e-8
+    tb.save(model, path, half=True)
+    again = dict(tb.load(path).named_buffers())
+    for name, value in model.named_buffers():
+        assert torch.equal(value, again[name])
+
+
 def test_half_refuses_what_float16_cannot_hold(path):
     model = own_model()
     with torch.no_grad():

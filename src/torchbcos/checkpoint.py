@@ -63,7 +63,11 @@ def save(
     True
     """
     path = Path(path)
-    tensors = {name: _stored(value, half) for name, value in model.state_dict().items()}
+    statistics = dict(model.named_buffers())  # few, and of any size: float16 may not hold them
+    tensors = {
+        name: _stored(value, half and name not in statistics)
+        for name, value in model.state_dict().items()
+    }
     config = {
         "format": FORMAT,
         "version": __version__,
