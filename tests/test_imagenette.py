@@ -14,7 +14,7 @@ import torchbcos as tb
 from cases import caller
 from torchbcos import checkpoint, cli, cli_reproduce
 from torchbcos.data import open_data
-from torchbcos.reproduce import Experiment, Trial, choose_study, run_all
+from torchbcos.reproduce import Experiment, Trial, choose_study, run_all, units
 from torchbcos.reproduce.imagenette import ARCHITECTURES, EXPERIMENTS
 from torchbcos.reproduce.imagenette_page import write_page
 
@@ -179,13 +179,38 @@ def test_inner_units_are_described_by_numbers_alone(finished, colours):
         for unit, u in layer["most_active"].items():
             best = peaks[:, int(unit)].sort(descending=True).values[:5]
             assert u["activations"] == pytest.approx(best.tolist(), rel=1e-3)
-            assert u["classes"] == dict.fromkeys(NAMES, 3)  # all 30 images are its best ones
+            assert u["classes"] == [[name, 3] for name in NAMES]  # all 30 are its best ones
     page = (finished.folder / "units.html").read_text()
     assert "data:image" in page
     finished.units_result.unlink()
     assert not finished.finished()
     assert [ended.code for ended in run_all([finished], 1, QUIET)] == [0]
     assert json.loads(finished.units_result.read_text())["layers"] == found["layers"]
+
+
+def test_units_of_few_classes_are_found_and_counted(finished, colours, monkeypatch, tmp_path):
+    monkeypatch.setattr(units, "TOP", 3)
+    model = tb.load(finished.folder / "model.safetensors")
+    images = open_data(colours).test
+    found = units.describe_units(model, images, ["0", "12"], tmp_path, console=QUIET)
+    late = found["layers"]["12"]
+    assert late["skewed"] >= len(late["most_skewed"]) == 5
+    for u in late["most_skewed"].values():
+        assert u["q"] <= 0.05
+        # All of the three best are of one class; there are ten equally frequent ones.
+        assert [count for _, count in u["classes"]] == [3]
+        assert u["bits"] == pytest.approx(np.log2(10), abs=1e-3)
+    results = tmp_path / "results"
+    write_result(results, "resnet34-norm", 0.9, {})
+    about = {"what": "a network", "accuracy": 0.9, "images": 30}
+    (results / "neurons.json").write_text(json.dumps({**about, **found}))
+    write_page(results, tmp_path / "docs")
+    page = (tmp_path / "docs" / "imagenette.md").read_text()
+    histogram = rows(page, "Class histograms")
+    unit, u = next(iter(late["most_skewed"].items()))
+    assert f"unit {unit} of `12`" in section(page, "Class histograms")
+    assert histogram[u["classes"][0][0]][-1] == "3"
+    assert sum(int(counts[-1]) for counts in histogram.values()) == 3
 
 
 def test_a_bundle_beside_the_others_is_all_that_a_model_by_name_needs(
@@ -319,9 +344,8 @@ def test_the_page_says_what_the_files_say(tmp_path, finished):
     assert ablation["one unit, growth 32"][1] == "missing"
     assert rows(page, "The bundled model")["accuracy, in float16"] == ["91.44 %"]
     assert rows(page, "The bundled model")["file, in float16"] == ["13.0 MiB"]
-    units = rows(page, "`12`: 48 units of 2×2 positions")
     first = json.loads(finished.units_result.read_text())["layers"]["12"]["most_active"]
-    assert units.keys() >= first.keys()
+    assert rows(page, "`12`: 48 units of 2×2 positions").keys() >= first.keys()
     tries = rows(page, "What training on a small set needs")
     assert tries["higher-rate"][:3] == ["resnet34-norm", "lr=0.002", "89.12"]
 

@@ -240,9 +240,8 @@ def _units(document: Mapping[str, Any] | None) -> str:
         for kind in ("most_active", "most_skewed"):
             for unit, u in layer[kind].items():
                 largest = ", ".join(f"{v:.3g}" for v in u["activations"])
-                counts = list(u["classes"].items())
-                named = ", ".join(f"{c} {n}" for c, n in counts[:3])
-                rest = sum(n for _, n in counts[3:])
+                named = ", ".join(f"{c} {n}" for c, n in u["classes"][:3])
+                rest = sum(n for _, n in u["classes"][3:])
                 rows.append([
                     unit, kind.replace("_", " "), largest, f"{u['bits']:.2f}", f"{u['q']:.2g}",
                     named + (f", others {rest}" if rest else ""),
@@ -254,8 +253,9 @@ def _units(document: Mapping[str, Any] | None) -> str:
         n: next(iter(v["most_skewed"].items())) for n, v in layers.items() if v["most_skewed"]
     }
     if skewed:
-        classes = sorted({c for _, u in skewed.values() for c in u["classes"]}, key=str.lower)
-        rows = [[c, *(str(u["classes"].get(c, 0)) for _, u in skewed.values())] for c in classes]
+        counts = [dict(u["classes"]) for _, u in skewed.values()]
+        classes = sorted({c for each in counts for c in each}, key=str.lower)
+        rows = [[c, *(str(each.get(c, 0)) for each in counts)] for c in classes]
         header = ["class", *(f"unit {unit} of `{n}`" for n, (unit, _) in skewed.items())]
         parts.append("### Class histograms of the most skewed units (as Fig. B4)")
         parts += [f"Of the {top} best images of each:", table(header, rows)]

@@ -68,5 +68,5 @@ def _numbers(found: Neurons, layer: str, unit: int) -> dict[str, Any]:
         "mean": float(f"{units.mean[unit].item():.4g}"),
         "bits": round(skew.divergence[unit].item(), 3),
         "q": float(f"{skew.q[unit].item():.2g}"),
-        "classes": {found.classes[k]: int(counts[k]) for k in order if counts[k]},
+        "classes": [[found.classes[k], int(counts[k])] for k in order if counts[k]],
     }
