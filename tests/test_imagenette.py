@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torchbcos.reproduce import Experiment, Trial, choose_study, run_all, units
 from torchbcos.reproduce.imagenette import ARCHITECTURES, EXPERIMENTS
 from torchbcos.reproduce.imagenette_page import write_page
 
+ROOT = Path(__file__).parent.parent
 QUIET = Console(quiet=True)
 IDS = (
     "n01440764", "n02102040", "n02979186", "n03000684", "n03028079", "n03394916", "n03417042",
@@ -59,9 +61,7 @@ def finished(colours, tmp_path_factory):
     )
     out = tmp_path_factory.mktemp("out")
     config = e.config(str(colours), SMALL)
-    trial = Trial(
-        e, config, out, str(colours), grids=2, slow_grids=1, smooth=15, slow=("ixg",),
-    )  # fmt: skip
+    trial = Trial(e, config, out, str(colours), grids=2, slow_grids=1, smooth=15)
     assert [ended.code for ended in run_all([trial], 1, QUIET)] == [0]
     return trial
 
@@ -365,3 +365,11 @@ def test_a_page_of_little(tmp_path):
     assert rows(page, "Units and growth")["one unit, growth 32"][1] == "90.00"
     assert "Missing." in section(page, "Inner units")
     assert "What training on a small set needs" not in page
+
+
+def test_the_page_in_the_documentation_is_the_one_of_the_results(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    if not any((ROOT / "results/imagenette").glob("*.json")):
+        pytest.skip("results/imagenette holds no results yet")
+    write_page(Path("results/imagenette"), tmp_path)
+    assert (tmp_path / "imagenette.md").read_text() == (ROOT / "docs/imagenette.md").read_text()

@@ -88,7 +88,7 @@ def reproduce(
     trials = [
         Trial(
             e, e.config(data, changes or ()), out, data, names, grids or about.grids,
-            slow_grids or about.slow_grids, evidence, about.smooth, about.slow,
+            slow_grids or about.slow_grids, evidence, smooth=about.smooth, slow=about.slow,
         )
         for e in chosen
     ]  # fmt: skip

@@ -26,9 +26,7 @@ class TrainConfig:
     start_from: str = ""  # a checkpoint to fine-tune, with its own arch, options and γ; or ""
     head_only: bool = False  # with start_from: train nothing but the classifier
     size: int = 0  # pixels; 0 for the data's own
-    train_sizes: tuple[
-        int, ...
-    ] = ()  # of training images, in equal parts of the steps; () for size
+    train_sizes: tuple[int, ...] = ()  # pixels in training, in equal parts of it; () for `size`
     test_part: float = 1.0  # of a test image's height and width, as read from files
     bad: str = "fail"  # or "skip": what becomes of images that cannot be read
     memory: float = 4.0  # GiB of pixels that are kept in memory; larger sets are streamed

@@ -309,9 +309,9 @@ def _limits() -> str:
         "differ in nearly everything are easier than a thousand that may differ in a detail, and "
         "9,469 images are too few to learn what ImageNet's million teaches. Each number is one "
         "seed; with 3,925 test images a difference of two accuracies near 91 % is uncertain by "
-        "about ±1.3 points, so differences below that decide nothing by themselves. Imagenette has "
-        "no third split: recipes were chosen by the same test images that are reported, which "
-        "flatters all networks a little. In the pointing game nine of the ten classes are in "
+        "up to about ±1.3 points, so differences below that decide nothing by themselves. "
+        "Imagenette has no third split: recipes were chosen by the same test images that are "
+        "reported, which flatters all networks a little. In the pointing game nine of the ten classes are in "
         "every grid, and only images that the network gets right take part, another choice of them "
         "for each network.",
     ])  # fmt: skip
