@@ -311,9 +311,9 @@ def _limits() -> str:
         "seed; with 3,925 test images a difference of two accuracies near 91 % is uncertain by "
         "up to about ±1.3 points, so differences below that decide nothing by themselves. "
         "Imagenette has no third split: recipes were chosen by the same test images that are "
-        "reported, which flatters all networks a little. In the pointing game nine of the ten classes are in "
-        "every grid, and only images that the network gets right take part, another choice of them "
-        "for each network.",
+        "reported, which flatters all networks a little. In the pointing game "
+        "nine of the ten classes are in every grid, and only images that the network gets right "
+        "take part, another choice of them for each network.",
     ])  # fmt: skip
 
 
