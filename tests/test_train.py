@@ -4,13 +4,16 @@ import json
 import math
 import os
 import signal
+from unittest import mock
 
 import pytest
+import torch
 from torch import nn
 
 import torchbcos as tb
 from small_training import QUIET, assert_same_weights, config, few_shapes, weights
 from torchbcos import train
+from torchbcos.captured import capture
 from torchbcos.checkpoint import load
 from torchbcos.evaluate import evaluate
 
@@ -110,6 +113,37 @@ def test_a_test_every_second_epoch(little_data, tmp_path):
             assert line[name] == each[other][name]
         for name in ("train_loss", "train_accuracy"):  # means over what was trained since
             assert line[name] == pytest.approx((each[one][name] + each[other][name]) / 2)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_capturing_a_step_puts_back_all_that_it_changed(monkeypatch, steps):
+    """Without a GPU: the graph only notes that it is replayed."""
+    graph = mock.Mock()
+    for name in ("Stream", "current_stream", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    weight = nn.Parameter(torch.ones(3))
+    optimiser = torch.optim.Adam([weight], 0.1)
+
+    def update(images, labels):
+        (weight * images).sum().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+    images, labels = torch.arange(3.0), torch.zeros(1)
+    for _ in range(steps):
+        update(images, labels)
+    before = weight.detach().clone(), *(v.clone() for v in optimiser.state[weight].values())
+    replay = capture(update, images, labels, [weight], optimiser)
+    after = weight.detach(), *optimiser.state[weight].values()
+    if steps == 0:  # the optimiser's state is new, and as if it had done nothing
+        before = before[0], *(torch.zeros_like(v) for v in after[1:])
+    assert len(after) == 4
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other)
+    replay(torch.zeros(3), labels)
+    graph.replay.assert_called_once()
+    assert torch.equal(images, torch.arange(3.0))  # the caller's batch is not the graph's
 
 
 def test_resuming_with_another_setting_is_refused(little_data, tmp_path):
