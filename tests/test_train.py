@@ -115,6 +115,8 @@ def test_a_loss_that_is_not_finite_ends_with_step_and_layer(little_data, tmp_pat
 def test_the_learning_rate_follows_its_schedule():
     cosine = config(epochs=10, lr=1.0, lr_end=0.0, warmup=2, warmup_lr=0.0)
     assert [cosine.lr_at(e) for e in (0, 1, 2, 6, 10)] == pytest.approx([0, 0.5, 1, 0.5, 0])
+    quarter = config(epochs=10, lr=1.0, lr_end=0.0, warmup=1, schedule="quarter-cosine")
+    assert [quarter.lr_at(e) for e in (1, 5.5, 7, 10)] == pytest.approx([1, 0.5**0.5, 0.5, 0])
     step = config(epochs=100, lr=1.0, schedule="step", milestones=(60,))
     assert [step.lr_at(e) for e in (0, 59.9, 60)] == pytest.approx([1, 1, 0.1])
 
