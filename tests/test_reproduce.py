@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -212,7 +213,13 @@ def test_what_was_killed_or_stopped_goes_on(colours, tmp_path):
     assert 2 <= epochs() < 30
 
     reached = epochs() + 2
-    stop = threading.Thread(target=lambda: (after(reached), os.kill(os.getpid(), signal.SIGTERM)))
+
+    def stop_all():  # as `timeout` does, which signals the whole process group
+        after(reached)
+        for process in (forkserver._forkserver._forkserver_pid, os.getpid()):
+            os.kill(process, signal.SIGTERM)
+
+    stop = threading.Thread(target=stop_all)
     stop.start()
     assert [e.code for e in run_all([it], 1, QUIET)] == [130]
     stop.join()
