@@ -137,6 +137,8 @@ def test_the_paper_preset_and_calibration_are_told_apart(little_data, tmp_path):
         ({"bad": "ignore"}, "'fail' or 'skip'"),
         ({"precision": "8"}, "bf16-mixed"),
         ({"crop_area": 1.5}, "at most 1"),
+        ({"magnitude": 31}, "from 0 to 30"),
+        ({"operations": 0}, "at least 1"),
         ({"memory": -1}, "0 or more"),
         ({"head_only": True}, "start_from"),
         ({"lr": "fast"}, "a number"),

@@ -10,6 +10,7 @@ from torch import nn
 
 from small_training import QUIET, config, few_shapes, weights
 from torchbcos import train
+from torchbcos.augment import AUGMENTATIONS
 from torchbcos.batches import Batches
 from torchbcos.data import open_data
 
@@ -76,6 +77,30 @@ def test_streamed_batches_are_those_in_memory(tmp_path):
         assert x.is_cuda
         assert torch.equal(x, y)
         assert torch.equal(labels, other)
+
+
+@pytest.mark.parametrize(
+    "augment", [(), *((name,) for name in AUGMENTATIONS), tuple(AUGMENTATIONS)]
+)
+def test_captured_batches_are_the_plain_ones(augment):
+    images, device = few_shapes().train, torch.device("cuda")
+    made = Batches(images, config(augment=augment, cuda_graph=True), device)
+    plain = Batches(images, config(augment=augment, cuda_graph=False), device)
+    for step, (x, labels) in zip(range(2, 10), made.following(2), strict=False):
+        for y, others in (made.at(step), plain.at(step)):
+            assert torch.equal(x, y)
+            assert torch.equal(labels, others)
+        assert x.is_contiguous(memory_format=torch.channels_last)
+    assert made._graph is not None
+    assert plain._graph is None
+
+
+def test_augmentations_on_the_gpu_are_those_on_the_cpu():
+    images, settings = few_shapes().train, config(augment=("flip", "padded_crop", "rand_augment"))
+    there, here = (Batches(images, settings, torch.device(d)) for d in ("cuda", "cpu"))
+    for step in range(6):
+        difference = (there.at(step)[0].cpu() - here.at(step)[0]).abs()
+        assert (difference > 1e-5).float().mean() < 1e-3  # a level or two beside an edge
 
 
 def test_a_stopped_run_resumes_with_the_captured_step(little_data, tmp_path, monkeypatch):

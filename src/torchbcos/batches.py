@@ -1,8 +1,8 @@
 """Batches of an image set, for training by step and for evaluation in order.
 
-Sets in memory are cut and augmented on their device. Files are decoded by worker processes some
-batches ahead, copied to the device while it computes, and augmented there; only the random resized
-crop is taken where the file is decoded, from all of its pixels.
+Sets in memory are cut and augmented on their device, on a GPU by one CUDA graph. Files are decoded
+by worker processes some batches ahead, copied to the device while it computes, and augmented there;
+only the random resized crop is taken where the file is decoded, from all of its pixels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torchbcos.augment import AUGMENTATIONS, Draws, crops, resized_crop
+from torchbcos.augment import AUGMENTATIONS, crops
+from torchbcos.captured import as_graph
 from torchbcos.checkpoint import write_atomically
 from torchbcos.data import DataError, ImageFiles, Images, ImageSet, default_workers
 from torchbcos.images import ImageError, check_image
@@ -54,26 +54,36 @@ class Batches:
         self._workers = default_workers() if workers is None else workers
         self._share = slice(rank * config.batch // world, (rank + 1) * config.batch // world)
         self._order: tuple[int, Tensor] | None = None  # (epoch, its shuffled indices)
+        in_memory = isinstance(images, Images)  # else resized_crop is taken while decoding
+        self._names = [n for n in config.augment if in_memory or n != "resized_crop"]
+        self._counts = [len(self._draw(0, name)) for name in self._names]
+        self._captures = in_memory and config.cuda_graph and device.type == "cuda" and world == 1
+        self._graph: tuple[tuple[int, int], Callable[..., Batch]] | None = None  # (size, `_cut`)
 
     def at(self, step: int, *, whole: bool = False) -> Batch:
         """Images [n, C, H, W] in 0..1 and labels; with `whole` those of all processes."""
         rows = slice(None) if whole else self._share
         indices, parts = self._plan(step, rows)
+        draws = self._draws(step, rows).to(self.device, non_blocking=True)
         if isinstance(self.images, Images):
-            images, labels = self.images.batch(indices)
-        else:
-            images, labels = (t.to(self.device) for t in self.images.batch(indices, parts))
-        return self._augmented(images, step, rows), labels
+            return self._cut(indices, draws)
+        images, labels = (t.to(self.device) for t in self.images.batch(indices, parts))
+        return self._augmented(images, draws), labels
+
+    def size(self, step: int) -> tuple[int, int]:
+        """Height and width of the images of a step."""
+        return self.images.size
 
     def following(self, step: int) -> Iterator[Batch]:
-        """The batches from `step` on, without an end."""
+        """The batches from `step` on, without an end; those of a graph overwrite one another."""
         if isinstance(self.images, Images):
             while True:
-                yield self.at(step)
+                yield self._replayed(step) if self._captures else self.at(step)
                 step += 1
         loader = _loader(_Decoder(self.images), _Plans(self, step), self._workers, self.device)
         for pixels, labels in _ahead(loader, self.device):
-            yield self._augmented(pixels.float() / 255, step, self._share), labels
+            draws = self._draws(step, self._share).to(self.device, non_blocking=True)
+            yield self._augmented(pixels.float() / 255, draws), labels
             step += 1
 
     def _plan(self, step: int, rows: slice) -> tuple[Tensor, Tensor | None]:
@@ -87,22 +97,45 @@ class Batches:
         indices = self._order[1][within * c.batch : (within + 1) * c.batch][rows]
         if isinstance(self.images, Images) or "resized_crop" not in c.augment:
             return indices, None
-        return indices, crops(self._draws(step, "resized_crop", rows, "cpu"), (c.crop_area, 1.0))
+        return indices, crops(self._draw(step, "resized_crop")[:, rows], (c.crop_area, 1.0))
 
-    def _augmented(self, images: Tensor, step: int, rows: slice) -> Tensor:
-        for name in self.config.augment:
-            if name != "resized_crop":
-                change: Callable[[Tensor, Draws], Tensor] = AUGMENTATIONS[name]
-            elif isinstance(self.images, Images):
-                change = partial(resized_crop, scale=(self.config.crop_area, 1.0))
-            else:
-                continue  # taken while decoding
-            images = change(images, self._draws(step, name, rows, self.device))
+    def _replayed(self, step: int) -> Batch:
+        """As `at`, by the graph for images of this size."""
+        indices, draws = self._plan(step, self._share)[0], self._draws(step, self._share)
+        if self._graph is None or self._graph[0] != self.size(step):
+            self._graph = None  # its memory is free for the next
+            example = (indices.clone(), draws.to(self.device))
+            self._graph = (self.size(step), as_graph(self._cut, *example))
+        return self._graph[1](indices, draws)
+
+    def _cut(self, indices: Tensor, draws: Tensor) -> Batch:
+        """A batch of a set in memory; all that the graph does."""
+        assert isinstance(self.images, Images)
+        images, labels = self.images.batch(indices)
+        return self._augmented(images, draws), labels
+
+    def _augmented(self, images: Tensor, draws: Tensor) -> Tensor:
+        c = self.config
+        settings: dict[str, dict[str, Any]] = {
+            "resized_crop": {"scale": (c.crop_area, 1.0)},
+            "rand_augment": {"m": c.magnitude},
+        }
+        for name, own in zip(self._names, draws.split(self._counts), strict=True):
+            images = AUGMENTATIONS[name].change(images, own, **settings.get(name, {}))
         return images.contiguous(memory_format=torch.channels_last)
 
-    def _draws(self, step: int, name: str, rows: slice, device: torch.device | str) -> Draws:
-        generator = _generator(self.config.seed, step, list(AUGMENTATIONS).index(name))
-        return Draws(generator, self.config.batch, rows, device)
+    def _draws(self, step: int, rows: slice) -> Tensor:
+        """The numbers [K, n] of all augmentations, together, so that they are copied at once."""
+        none = torch.empty(0, self.config.batch)
+        drawn = [none, *(self._draw(step, name) for name in self._names)]
+        packed = torch.cat([numbers[:, rows] for numbers in drawn])
+        return packed.pin_memory() if self.device.type == "cuda" else packed
+
+    def _draw(self, step: int, name: str) -> Tensor:
+        c = self.config
+        generator = _generator(c.seed, step, list(AUGMENTATIONS).index(name))
+        settings = {"n": c.operations} if name == "rand_augment" else {}
+        return AUGMENTATIONS[name].draw(generator, c.batch, **settings)
 
 
 def in_order(

@@ -1,13 +1,16 @@
-"""A step of training as one CUDA graph: small networks spend their time on launches otherwise."""
+"""Many launches as one CUDA graph: small networks spend their time on launches otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["capture"]
+__all__ = ["as_graph", "capture"]
+
+T = TypeVar("T")
 
 
 def capture(
@@ -22,25 +25,35 @@ def capture(
     `tensors` are those it changes, besides the state of the optimiser, which must be new.
     """
     kept = [t.detach().clone() for t in tensors]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            update(images, labels)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        update(images, labels)
+    replay = as_graph(update, images, labels)
     for tensor, value in zip(tensors, kept, strict=True):
         tensor.detach().copy_(value)
     for state in optimiser.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
                 value.zero_()
+    return replay
 
-    def replay(new_images: Tensor, new_labels: Tensor) -> None:
-        images.copy_(new_images)
-        labels.copy_(new_labels)
+
+def as_graph(function: Callable[..., T], *inputs: Tensor) -> Callable[..., T]:
+    """`function` for tensors of the shapes of `inputs`; each call overwrites these and its result.
+
+    What runs must not depend on values. It is called four times here, with `inputs`.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function(*inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function(*inputs)
+
+    def replay(*new: Tensor) -> T:
+        for tensor, value in zip(inputs, new, strict=True):
+            tensor.copy_(value, non_blocking=True)
         graph.replay()
+        return result
 
     return replay

@@ -42,6 +42,8 @@ class TrainConfig:
     momentum: float = 0.9  # of sgd
     augment: tuple[str, ...] = ("flip", "padded_crop")
     crop_area: float = 0.25  # the smallest share of an image that resized_crop keeps
+    magnitude: float = 9.0  # of rand_augment, of 30
+    operations: int = 2  # of rand_augment, on each image
     label_smoothing: float = 0.0
     auxiliary_weight: float = 1.0
     ema: float = 0.0  # decay of the averaged weights; 0 for none
@@ -72,7 +74,7 @@ class TrainConfig:
         for name, values in choices.items():
             if getattr(self, name) not in values:
                 refuse(name, " or ".join(map(repr, values)))
-        for name in ("batch", "accumulate"):
+        for name in ("batch", "accumulate", "operations"):
             if getattr(self, name) < 1:
                 refuse(name, "at least 1")
         for name in ("epochs", "lr", "crop_area", "test_part"):
@@ -84,6 +86,8 @@ class TrainConfig:
         for name in ("size", "memory", "lr_end", "warmup", "weight_decay", "clip", "adaptive_clip"):
             if not getattr(self, name) >= 0:
                 refuse(name, "0 or more")
+        if not 0 <= self.magnitude <= 30:
+            refuse("magnitude", "from 0 to 30")
         for name in ("ema", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 refuse(name, "from 0 to below 1")
