@@ -226,16 +226,16 @@ def _operate(x: Tensor, choice: Tensor, side: Tensor, m: float) -> Tensor:
 
     grey = _grey(x)
     other = grey * saturates + grey.mean((1, 2, 3), keepdim=True) * contrasts
-    x = torch.lerp(other + _blurred(x) * sharpens, x, factor)
+    x = torch.lerp(_blurred(x).mul_(sharpens).add_(other), x, factor)
 
     step = 2 ** round(4 * m)
-    x = torch.lerp(x, torch.floor(x * 255 / step) * step / 255, posterises)
+    x = torch.lerp(x, (x * 255).div_(step).floor_().mul_(step).div_(255), posterises)
     x = torch.where(x >= limit, 1 - x, x)
 
     low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
     stretches = stretches * (high > low)
-    x = (x - low * stretches) / torch.lerp(torch.ones_like(low), high - low, stretches)
-    x = x.clamp(0, 1)
+    width = torch.lerp(torch.ones_like(low), high - low, stretches)
+    x = (x - low * stretches).div_(width).clamp_(0, 1)
     return torch.lerp(x, _equalised(x), equalises)
 
 
