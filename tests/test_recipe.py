@@ -21,7 +21,8 @@ def model_of(name):
     classes = 1000 if "imagenet-" in name else 10
     options = {"growth_rate": 32} if "densenet121" in config.arch else {}
     options |= config.options
-    return built(config.arch, classes, config.preset, config.size, tuple(options.items()))
+    fixed = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items())
+    return built(config.arch, classes, config.preset, config.size, fixed)
 
 
 @functools.cache

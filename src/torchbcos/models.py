@@ -199,11 +199,12 @@ def create_model(
     strict: bool = True,
     **options: Any,
 ) -> BcosModel:
-    """A B-cos model by name: `cifar9`, `cifar_resnet`, `mini`, any torchvision classifier, or `timm/NAME`.
+    """A B-cos model by name: ours, any torchvision classifier, or `timm/NAME`.
 
-    `options` go to the architecture, as `growth_rate=22` to a DenseNet. `preset="paper"` sets the
-    paper's γ, T and b; otherwise call `calibrate` before training. `conventional/NAME` is the
-    network of that name as it was, to compare with.
+    Ours are `cifar9`, the paper's for CIFAR-10, `cifar_resnet` and `mini`. `options` go to the
+    architecture, as `growth_rate=22` to a DenseNet. `preset="paper"` sets the paper's γ, T and b;
+    otherwise call `calibrate` before training. `conventional/NAME` is the network of that name as
+    it was, to compare with.
 
     >>> model = create_model("cifar9", b=2.0, max_out=2, preset="paper")
     >>> model(torch.rand(1, 3, 32, 32)).shape
