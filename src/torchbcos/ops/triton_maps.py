@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchbcos.ops import kernels
-from torchbcos.ops.launch import Launch, Shape, by_pixels, empty_map, layout, remember_squares, tile
+from torchbcos.ops.launch import Launch, Shape, by_pixels, dense_stride, empty, layout, remember_squares, tile
 
 __all__ = ["add", "avg_pool2d"]
 
@@ -94,17 +94,24 @@ def _format(x: Tensor) -> torch.memory_format:
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, made: list[Tensor]) -> Tensor:
-        out = empty_map(a, a.shape[1], a.dtype)
-        squares = torch.empty((len(a), *a.shape[2:]), dtype=torch.float32, device=a.device)
-        where = (a.device.index, a.dtype)
-        _launch_add(a.shape, a.stride(), b.stride(), out.stride(), where)(a, b, out, squares)
-        made.append(squares)
-        return out
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return _sum(a, b)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+def _sum(a: Tensor, b: Tensor) -> Tensor:
+    shape, stride, dtype = tuple(a.shape), a.stride(), a.dtype
+    n, _, h, w = shape
+    out_stride = dense_stride(shape, stride)
+    out = empty(shape, out_stride, dtype)
+    squares = empty((n, h, w), (h * w, w, 1), torch.float32)
+    where = (a.get_device(), dtype)
+    _launch_add(shape, stride, b.stride(), out_stride, where)(a, b, out, squares)
+    remember_squares(out, squares)
+    return out
 
 
 def avg_pool2d(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
@@ -117,7 +124,8 @@ def avg_pool2d(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
 
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b, of the same shape and type."""
-    made: list[Tensor] = []
-    out: Tensor = _Add.apply(by_pixels(a), by_pixels(b), made)
-    remember_squares(out, made[0])
-    return out
+    a, b = by_pixels(a), by_pixels(b)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        out: Tensor = _Add.apply(a, b)
+        return out
+    return _sum(a, b)
