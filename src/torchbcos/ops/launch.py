@@ -28,12 +28,11 @@ __all__ = [
 
 Shape = tuple[int, ...]
 
+_guards: Any = torch._C._dynamo.guards
 #: (size, stride, dtype) → a tensor on the current device, in a third of `torch.empty_strided`'s
 #: time; what Inductor's compiled code calls.
 empty: Callable[[Shape, Shape, torch.dtype], Tensor] = (
-    torch._C._dynamo.guards._empty_strided_cuda
-    if torch.cuda.is_available()
-    else torch._C._dynamo.guards._empty_strided_cpu
+    _guards._empty_strided_cuda if torch.cuda.is_available() else _guards._empty_strided_cpu
 )
 
 
@@ -60,9 +59,7 @@ class Launch:
             arguments = (*map(Tensor.data_ptr, tensors), *self._rest)
             start(*self._grid, stream, *self._between, arguments)
         else:
-            start(
-                *self._grid, stream, *self._between, *map(Tensor.data_ptr, tensors), *self._rest
-            )
+            start(*self._grid, stream, *self._between, *map(Tensor.data_ptr, tensors), *self._rest)
 
     def _first(self, tensors: tuple[Tensor, ...]) -> None:
         """Let Triton compile and launch, and learn what its launcher calls in the end."""

@@ -12,6 +12,7 @@ float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -70,6 +71,7 @@ class _Layer:
         self.weight_dtype = weight_dtype
         self.geometry = (stride, padding, dilation)
         self.b, self.units, self.scale, self.frozen = b, units, scale, frozen
+        self.takes_all = lies_by_pixels(x, x_stride) and _rows_are_dense(weight, weight_stride)
         self.is_linear = len(weight) == 2
         self.taps = (1, 1) if self.is_linear else weight[2:]
         quarters = 4 * (b - 1)  # such exponents need no logarithm
@@ -77,7 +79,7 @@ class _Layer:
         self.norms_matter = self.quarters != 0 and not frozen  # to the gradient by x
         self.rows_grad_is_reused = units == 1 and dtype == weight_dtype
         self.in_pixels = _pixels(x)
-        row = weight_stride[0]
+        row = math.prod(weight[1:])
         rows = (weight[0], row, weight[0] // units, units, min(triton.next_power_of_2(row), 4096))
         self.unit_rows = Launch(kernels.unit_rows, *rows)
         self.unit_rows_backward = Launch(kernels.unit_rows_backward, *rows)
@@ -229,6 +231,12 @@ def _pixels(shape: Shape) -> tuple[Shape, Shape]:
     return (n, h, w), (h * w, w, 1)
 
 
+def _rows_are_dense(weight: Shape, stride: Shape) -> bool:
+    """Whether a weight lies in order or, of a convolution, with its channels last."""
+    like = torch.empty_strided(weight, stride, device="meta")
+    return like.is_contiguous() or like.is_contiguous(memory_format=torch.channels_last)
+
+
 _layer = lru_cache(maxsize=4096)(_Layer)
 
 
@@ -281,13 +289,14 @@ def _reference_backward(
     create_graph = torch.is_grad_enabled()
     if not create_graph:
         x, weight = x.detach().requires_grad_(by_x), weight.detach().requires_grad_(by_weight)
-    transform = (layer.b, layer.units, layer.scale, Tensor.detach if layer.frozen else None)
+    b, units, scale = layer.b, layer.units, layer.scale
+    hold = Tensor.detach if layer.frozen else None
     with torch.enable_grad():
         w = weight.to(x.dtype)
         if layer.is_linear:
-            out = reference.bcos_linear(x[:, :, 0, 0], w, *transform)[:, :, None, None]
+            out = reference.bcos_linear(x[:, :, 0, 0], w, b, units, scale, hold)[:, :, None, None]
         else:
-            out = reference.bcos_conv(x, w, *layer.geometry, 1, *transform)
+            out = reference.bcos_conv(x, w, *layer.geometry, 1, b, units, scale, hold)
     wanted = [tensor for tensor, want in ((x, by_x), (weight, by_weight)) if want]
     found = iter(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
     return next(found) if by_x else None, next(found) if by_weight else None
@@ -310,7 +319,7 @@ def bcos_conv(
 ) -> Tensor:
     """As `reference.bcos_conv`; `hold` is None or detaches, `groups` is 1."""
     assert groups == 1
-    return _apply(x, weight, stride, padding, dilation, b, max_out, scale, hold is not None)
+    return _apply(x, weight, stride, padding, dilation, b, max_out, scale, hold is not None)  # type: ignore[arg-type]
 
 
 def bcos_linear(
@@ -328,16 +337,27 @@ def bcos_linear(
     return out.reshape(*x.shape[:-1], -1)
 
 
-def _apply(x: Tensor, weight: Tensor, *transform: Any) -> Tensor:
+def _apply(
+    x: Tensor,
+    weight: Tensor,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    b: float,
+    units: int,
+    scale: float,
+    frozen: bool,
+) -> Tensor:
     if torch.is_autocast_enabled("cuda"):
         x = x.to(torch.get_autocast_dtype("cuda"))
-    if not _rows_are_good(weight):
-        weight = weight.clone(memory_format=torch.contiguous_format)
     sq = remembered_squares(x)
-    x = by_pixels(x)
     # fmt: off
     layer = _layer(x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype,
-                   x.get_device(), *transform)
+                   x.get_device(), stride, padding, dilation, b, units, scale, frozen)
+    if not layer.takes_all or (x.data_ptr() | weight.data_ptr()) & 15:
+        x, weight = by_pixels(x), _by_rows(weight)
+        layer = _layer(x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype,
+                       x.get_device(), stride, padding, dilation, b, units, scale, frozen)
     # fmt: on
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         out: Tensor = _Bcos.apply(x, weight, sq, layer)
@@ -346,7 +366,8 @@ def _apply(x: Tensor, weight: Tensor, *transform: Any) -> Tensor:
     return out
 
 
-def _rows_are_good(weight: Tensor) -> bool:
-    """Whether each row is dense and begins at an even place."""
-    dense = weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
-    return dense and not weight.data_ptr() & 15
+def _by_rows(weight: Tensor) -> Tensor:
+    """`weight` itself where its rows are dense and begin at an even place, or a copy."""
+    if _rows_are_dense(weight.shape, weight.stride()) and not weight.data_ptr() & 15:
+        return weight
+    return weight.clone(memory_format=torch.contiguous_format)
