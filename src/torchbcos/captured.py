@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import TypeVar
 
 import torch
@@ -50,6 +51,7 @@ def as_graph(function: Callable[..., T], *inputs: Tensor) -> Callable[..., T]:
     with torch.cuda.graph(graph):
         result = function(*inputs)
 
+    @wraps(function)  # and keep it: the graph reads what belongs to it
     def replay(*new: Tensor) -> T:
         for tensor, value in zip(inputs, new, strict=True):
             tensor.copy_(value, non_blocking=True)
