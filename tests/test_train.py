@@ -132,7 +132,7 @@ def test_the_paper_preset_and_calibration_are_told_apart(little_data, tmp_path):
     ("changes", "words"),
     [
         ({"optimiser": "lamb"}, "'adam' or 'adamw' or 'sgd'"),
-        ({"schedule": "linear"}, "'cosine' or 'step'"),
+        ({"schedule": "linear"}, "'quarter-cosine' or 'step'"),
         ({"preset": "mine"}, "'' or 'paper'"),
         ({"bad": "ignore"}, "'fail' or 'skip'"),
         ({"precision": "8"}, "bf16-mixed"),
