@@ -35,6 +35,7 @@ docs: setup
 	$(BIN)/python benchmarks/architectures.py
 	$(BIN)/python docs/make_pictures.py
 	$(BIN)/python docs/make_speed.py
+	$(BIN)/torchbcos reproduce cifar10 --page
 	$(BIN)/pytest -q README.md docs
 
 clean:

@@ -104,6 +104,8 @@ class Bench:
         }
 
     def one_by_one(self, method: Method, seconds: float) -> dict[str, Any]:
+        if not method.perturbs:  # kernels for this shape may have to be compiled
+            self.score_one_by_one(method, 0)
         started = now(self.device)
         done = 0
         while done < self.grids and (done < 1 or now(self.device) - started < seconds):

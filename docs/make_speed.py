@@ -10,37 +10,53 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parent.parent
 NAMES = {"resnet34": "ResNet-34", "densenet121": "DenseNet-121", "vgg11": "VGG-11"}
-COLOURS = {"conventional": "#8c8c8c", "floor": "#c9c9c9", "peer": "#d98c5f", "ours": "#1f77d0"}
+COLOURS = {
+    "conventional": "#8c8c8c",
+    "floor": "#c9c9c9",
+    "pooled-floor": "#b5c4d6",
+    "peer": "#d98c5f",
+    "ours": "#1f77d0",
+}
+MODES = ["eager", "captured", "compiled"]
 
 TEXT = """\
 # How fast
 
 This page is made by `python docs/make_speed.py` from `results/speed_gpu.json`, which was written by
-one run of `{command}`
-on one {device}: {dtype}, {format}, torch {torch}, Triton {triton}, commit {commit}.
+
+{runs}
 
 Each time is a median over five groups of steps. *Device* is the sum of the kernels' times in one
-step; what a step takes beyond it is waiting for Python to launch them, here on a slow host. A
-captured CUDA graph, as in `torchbcos train`, does not wait. *Floor* is the same network with plain
-convolutions, torch's own pools and sums, and neither norm nor activation (two units: doubled
-channels and a plain maximum); *peer* is the same network with the layers of `bcos` 0.1.3. Before
-anything is measured, the layers are compared with the reference in float64.
+step; what a step takes beyond it is waiting for Python to launch them, here on a slow host.
+*Captured* is the same step replayed as a CUDA graph, which does not wait for the host: this is what
+`torchbcos train` does. Its memory is all that stays reserved while the graph exists, in the
+allocator's blocks; that of other steps is the peak of what they allocate.
 
-Torch's average pool is slow in channels last, and ours is not: part of what we gain on the floor is
-the pool. In a separate run a ResNet-34 floor with our pool and sums took 8.35 ms for a training
-step (one unit, batch 128).
+*Floor* is the same network with plain convolutions, torch's own pools and sums, and neither norm
+nor activation (two units: doubled channels and a plain maximum). Torch's average pool is slow in
+channels last, and ours is not: part of what we gain on the floor is the pool. *Floor, our pool* is
+the floor without that part. *Peer* is the same network with the layers of `bcos` 0.1.3. Ratios are
+of times within one run. Before anything is measured, the layers are compared with the reference in
+float64.
 """
+POOLED = """\
+The run has no floor with our pool; in a separate one that of ResNet-34, with our sums too, took
+8.35 ms for a training step (one unit, batch 128).
+"""
+RUN = (
+    "- `{command}` on one {device}: {dtype}, {format}, torch {torch}, Triton {triton}, "
+    "commit {commit}{more}."
+)
+LABELS = {"pooled-floor": "floor, our pool"}
 
 Row = dict[str, Any]
 
 
 def page(document: Row) -> str:
-    e, rows = document["evidence"], document["measurements"]
-    parts = [
-        TEXT.format(**e, format=e["memory_format"].replace("_", " ")),
-    ]
-    if "cut_off" in document:
-        parts.append(f"The run was cut off {document['cut_off']}.\n")
+    rows = document["measurements"]
+    parts = [TEXT.format(runs="\n".join(map(origin, document["runs"])))]
+    if not any(r["way"] == "pooled-floor" for r in rows):
+        parts.append(POOLED)
     for arch in dict.fromkeys(r["arch"] for r in rows):
         for task in ("training", "inference"):
             chosen = [r for r in rows if r["arch"] == arch and r["task"] == task and usual(r, rows)]
@@ -49,6 +65,13 @@ def page(document: Row) -> str:
     parts += exponents(rows) + explanations(rows)
     parts.append("![Time of a training step](pictures/speed.png)\n")
     return "\n".join(parts)
+
+
+def origin(run: Row) -> str:
+    more = f", backward passes {run['backward']}" if "backward" in run else ""
+    if "cut_off" in run:
+        more += f"; cut off {run['cut_off']}"
+    return RUN.format(**run, format=run["memory_format"].replace("_", " "), more=more)
 
 
 def usual(row: Row, rows: list[Row]) -> bool:
@@ -61,24 +84,30 @@ def table(arch: str, task: str, rows: list[Row]) -> list[str]:
     step = "training step" if task == "training" else "inference"
     lines = [
         f"## {NAMES.get(arch, arch)}, {step}, batch {rows[0]['batch']}, {rows[0]['size']} pixels\n",
-        "| | units | ms | of the floor's | device ms | of the floor's | MiB |",
-        "|---|---|---|---|---|---|---|",
+        "| | units | | ms | of the floor's | device ms | of the floor's | MiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    floors = {(r["units"], r["compiled"]): r for r in rows if r["way"] == "floor"}
-    for r in rows:
-        floor = floors.get((r["units"], r["compiled"]))
-        cells = [r["way"] + (", compiled" if r["compiled"] else ""), str(r["units"])]
+    floors = {peers(r): r for r in rows if r["way"] == "floor"}
+    ways = list(COLOURS)
+    for r in sorted(rows, key=lambda r: (MODES.index(r["mode"]), r["units"], ways.index(r["way"]))):
+        floor = floors.get(peers(r))
+        cells = [LABELS.get(r["way"], r["way"]), str(r["units"]), r["mode"]]
         for key in ("milliseconds", "busy_milliseconds"):
             cells += [f"{r[key]:.1f}", f"{r[key] / floor[key]:.2f}" if floor else "–"]
         lines.append(f"| {' | '.join(cells)} | {r['peak_mib']:.0f} |")
     return [*lines, ""]
 
 
+def peers(row: Row) -> tuple[Any, ...]:
+    """What rows must share to be compared."""
+    return row["units"], row["mode"], row["run"]
+
+
 def exponents(rows: list[Row]) -> list[str]:
     ours = [
         r for r in rows
         if r["way"] == "ours" and r["arch"] == "resnet34" and r["units"] == 1
-        and (r["batch"], r["size"], r["compiled"]) == (128, 224, False)
+        and (r["batch"], r["size"], r["mode"]) == (128, 224, "eager")
     ]  # fmt: skip
     lines = [
         "## Exponents, ResNet-34, one unit, device ms\n",
@@ -104,6 +133,7 @@ def explanations(rows: list[Row]) -> list[str]:
             i["milliseconds"] for i in rows
             if i["task"] == "inference" and i["way"] == r["way"] and i["units"] == r["units"]
             and i["arch"] == r["arch"] and i["batch"] == r["batch"] and i["b"] == r["b"]
+            and i["mode"] == "eager" and i["run"] == r["run"]
         ]  # fmt: skip
         ratio = f"{r['milliseconds'] / same[0]:.2f}" if same else "–"
         speed = f"{r['batch'] / r['milliseconds'] * 1000:,.0f}"
@@ -113,11 +143,18 @@ def explanations(rows: list[Row]) -> list[str]:
 
 
 def plot(rows: list[Row]) -> Figure:
-    chosen = [r for r in rows if r["task"] == "training" and usual(r, rows) and not r["compiled"]]
-    chosen = [r for r in chosen if r["arch"] == "resnet34"]
+    shown = [
+        r for r in rows if r["task"] == "training" and r["arch"] == "resnet34" and usual(r, rows)
+    ]
+    chosen = [r for r in shown if r["mode"] == "eager"]
+    chosen.sort(key=lambda r: (r["units"], list(COLOURS).index(r["way"])))
+    captured = {(r["way"], r["units"]): r for r in shown if r["mode"] == "captured"}
     figure = Figure(figsize=(7.5, 3.2), layout="constrained", facecolor="white")
     axis = figure.add_subplot()
-    names = [f"{r['way']}, {r['units']} unit{'s' * (r['units'] > 1)}" for r in chosen]
+    names = [
+        f"{LABELS.get(r['way'], r['way'])}, {r['units']} unit{'s' * (r['units'] > 1)}"
+        for r in chosen
+    ]
     places = range(len(chosen))
     axis.barh(places, [r["milliseconds"] for r in chosen], color="#eeeeee")
     axis.barh(
@@ -125,9 +162,14 @@ def plot(rows: list[Row]) -> Figure:
         [r["busy_milliseconds"] for r in chosen],
         color=[COLOURS[r["way"]] for r in chosen],
     )
+    note = "pale: waiting for the host"
+    for place, r in zip(places, chosen, strict=True):
+        if graph := captured.get((r["way"], r["units"])):
+            axis.plot(graph["milliseconds"], place, "|", color="black", markersize=12)
+            note = "pale: waiting for the host; mark: captured"
     axis.set_yticks(places, names)
     axis.invert_yaxis()
-    axis.set_xlabel("ms of a training step, ResNet-34 (pale: waiting for the host)")
+    axis.set_xlabel(f"ms of a training step, ResNet-34 ({note})")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     return figure

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from small_training import QUIET, assert_same_weights, config, weights
 from torchbcos import train
-from torchbcos.augment import AUGMENTATIONS, Draws, rand_augment
-from torchbcos.batches import Batches, _generator, find_damaged, in_order
+from torchbcos.augment import AUGMENTATIONS
+from torchbcos.batches import Batches, find_damaged, in_order
 from torchbcos.data import DataError, ImageFiles, Images, open_data
 from torchbcos.evaluate import evaluate, tally
 
@@ -58,7 +58,7 @@ def assert_same_batches(some, others):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streamed_batches_are_those_in_memory(folder, workers):
-    c = settings(folder, augment=("flip", "padded_crop", "colour_jitter", "rand_augment"))
+    c = settings(folder, augment=("flip", "padded_crop", "colour_jitter", "rand_augment", "erase"))
     memory, files = open_data(folder), open_data(folder, memory=0)
     assert isinstance(memory.train, Images)
     assert isinstance(files.train, ImageFiles)
@@ -67,6 +67,20 @@ def test_streamed_batches_are_those_in_memory(folder, workers):
     assert_same_batches(batches_of(files.train, c, workers=workers), expected)
     assert_same_batches(batches_of(files.train, c, range(3, 7), workers=workers), expected[3:])
     assert_same_batches([Batches(files.train, c, CPU).at(i) for i in range(7)], expected)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_draws_of_a_step_come_packed_in_the_order_of_the_augmentations(folder, world):
+    names = ("rand_augment", "padded_crop", "lighting", "flip")
+    c = settings(folder, augment=names, operations=3, magnitude=20.0)
+    made = Batches(open_data(folder).train, c, CPU, rank=world - 1, world=world)
+    images, labels = made.images.batch(made._plan(5, made._share)[0])
+    for name in names:
+        draws = made._draw(5, name)[:, made._share]
+        assert len(draws) == {"rand_augment": 6, "padded_crop": 2, "lighting": 3, "flip": 1}[name]
+        strength = {"m": 20.0} if name == "rand_augment" else {}
+        images = AUGMENTATIONS[name].change(images, draws, **strength)
+    assert_same_batches([made.at(5)], [(images, labels)])
 
 
 def test_an_epoch_has_every_image_once_and_the_next_another_order(folder):
@@ -101,19 +115,6 @@ def test_smaller_training_images_show_the_whole_where_nothing_is_cut(folder):
     for x, image in zip(small.flatten(0, 1), whole.flatten(0, 1), strict=True):
         by_pillow = Image.fromarray(image.numpy()).resize((8, 8), Image.Resampling.BILINEAR)
         assert np.allclose(x, np.asarray(by_pillow), atol=1e-5)
-
-
-def test_the_magnitude_is_that_of_rand_augment(folder):
-    images = open_data(folder).train
-    c = settings(folder, augment=("rand_augment",), magnitude=20)
-    (x, _), (plain, _) = (
-        Batches(images, settings_, CPU).at(2) for settings_ in (c, settings(folder, augment=()))
-    )
-    stream = list(AUGMENTATIONS).index("rand_augment")
-    draws = Draws(_generator(c.seed, 2, stream), 4)
-    torch.testing.assert_close(x, rand_augment(plain, draws, m=20))
-    draws = Draws(_generator(c.seed, 2, stream), 4)
-    assert not torch.allclose(x, rand_augment(plain, draws))
 
 
 @pytest.mark.parametrize("memory", [0, 1])

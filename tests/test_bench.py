@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from torchbcos import bench, functional
+from torchbcos import bench, bench_cases, bench_networks, functional
+from torchbcos.bench_cases import Case
+from torchbcos.bench_networks import build
 from torchbcos.cli import app
 from torchbcos.layers import AvgPool2d, BcosConv2d
 
@@ -17,7 +19,7 @@ def kinds(model):
 
 
 def test_the_four_ways_differ_in_their_layers_alone():
-    built = {w: bench.build(bench.Case(w, "inference")) for w in ("floor", "peer", "ours")}
+    built = {w: build(Case(w, "inference")) for w in ("floor", "peer", "ours")}
     assert BcosConv2d in kinds(built["ours"])
     assert BcosConv2d not in kinds(built["floor"]) | kinds(built["peer"])
     assert AvgPool2d not in kinds(built["floor"])
@@ -27,19 +29,29 @@ def test_the_four_ways_differ_in_their_layers_alone():
     assert all(model(x).shape == (1, 10) for model in built.values())
     sizes = {w: sum(p.numel() for p in model.parameters()) for w, model in built.items()}
     assert len(set(sizes.values())) == 1
-    conventional = bench.build(bench.Case("conventional", "inference"))
+    conventional = build(Case("conventional", "inference"))
     assert nn.BatchNorm2d in kinds(conventional)
 
 
+def test_the_second_floor_has_our_pools_and_nothing_else_of_ours():
+    floor, pooled = (build(Case(w, "inference")) for w in ("floor", "pooled-floor"))
+    assert AvgPool2d in kinds(pooled)
+    assert [k for k in kinds(pooled) if k.__module__.startswith("torchbcos.layers")] == [AvgPool2d]
+    assert functional.add not in {node.target for node in pooled.network.graph.nodes}
+    pooled.load_state_dict(floor.state_dict())
+    x = torch.rand(1, 3, 64, 64)
+    assert torch.equal(floor(x), pooled(x))
+
+
 def test_two_units_double_the_floor():
-    one, two = (bench.build(bench.Case("floor", "inference", "cifar9", u)) for u in (1, 2))
+    one, two = (build(Case("floor", "inference", "cifar9", u)) for u in (1, 2))
     first = [next(m for m in n.modules() if isinstance(m, nn.Conv2d)) for n in (one, two)]
     assert [c.out_channels for c in first] == [64, 128]
 
 
 def test_the_peers_layers_compute_the_same_function():
     case = {"task": "inference", "arch": "cifar9", "units": 2}
-    ours, peer = (bench.build(bench.Case(w, **case)) for w in ("ours", "peer"))
+    ours, peer = (build(Case(w, **case)) for w in ("ours", "peer"))
     for mine, other in zip(
         (m for m in ours.modules() if isinstance(m, BcosConv2d)),
         (m for m in peer.modules() if type(m).__name__ == "BcosConv2d"),
@@ -55,7 +67,7 @@ def test_the_peers_layers_compute_the_same_function():
 @pytest.mark.parametrize("task", ["training", "inference", "explanation"])
 @pytest.mark.parametrize("way", ["ours", "peer"])
 def test_every_task_is_measured(way, task):
-    case = bench.Case(way, task, "cifar9", **SMALL)
+    case = Case(way, task, "cifar9", **SMALL)
     (found,) = bench.bench([case], "cpu", torch.float32, seconds=0.001)
     assert found.milliseconds > 0
     assert found.as_json()["task"] == task
@@ -66,8 +78,8 @@ def test_a_missing_peer_is_left_out(monkeypatch):
     def missing(_):
         raise ImportError("bcos")
 
-    monkeypatch.setattr(bench, "_peer", missing)
-    assert not list(bench.bench([bench.Case("peer", "inference")], "cpu", torch.float32))
+    monkeypatch.setattr(bench_networks, "_peer", missing)
+    assert not list(bench.bench([Case("peer", "inference")], "cpu", torch.float32))
 
 
 def test_nothing_is_reported_when_the_kernels_are_wrong(monkeypatch, tmp_path):
@@ -78,31 +90,130 @@ def test_nothing_is_reported_when_the_kernels_are_wrong(monkeypatch, tmp_path):
         lambda x, *a, **k: right(x, *a, **k) * (1.001 if x.dtype == torch.float32 else 1),
     )
     with pytest.raises(bench.BenchError, match=r"off by 1\.0e-03"):
-        next(bench.bench([bench.Case("ours", "inference")], "cpu", torch.float32))
+        next(bench.bench([Case("ours", "inference")], "cpu", torch.float32))
     out = tmp_path / "speed.json"
     result = CliRunner().invoke(app, ["bench", "--out", str(out)])
     assert result.exit_code == 1
     assert not out.exists()
 
 
-def test_the_command_writes_what_it_has(monkeypatch, tmp_path):
-    cases = [bench.Case(w, "inference", "cifar9", **SMALL) for w in ("conventional", "ours")]
-    monkeypatch.setattr(bench, "suite", lambda *_: cases)
+FEW = [Case(w, "inference", "cifar9", **SMALL) for w in ("conventional", "ours")]
+
+
+@pytest.fixture
+def measure(monkeypatch, tmp_path):
+    """The command with few cases; the document it wrote."""
+    monkeypatch.setattr(bench_cases, "suite", lambda *_: FEW)
     out = tmp_path / "speed.json"
-    result = CliRunner().invoke(app, ["bench", "--seconds", "0.01", "--out", str(out)])
-    assert result.exit_code == 0, result.output
-    document = json.loads(out.read_text())
+
+    def run(*arguments):
+        result = CliRunner().invoke(
+            app, ["bench", "--seconds", "0.01", "--out", str(out), *arguments]
+        )
+        assert result.exit_code == 0, result.output
+        return json.loads(out.read_text())
+
+    run.out = out
+    return run
+
+
+def test_the_command_writes_what_it_has(measure):
+    document = measure()
     assert [m["way"] for m in document["measurements"]] == ["conventional", "ours"]
-    assert document["evidence"]["dtype"] == "float32"
+    assert [m["mode"] for m in document["measurements"]] == ["eager", "eager"]
+    (run,) = document["runs"]
+    assert run["dtype"] == "float32"
+    assert run["backward"] == "in the calling thread"
+
+
+def test_a_later_run_replaces_what_it_measures_anew_and_keeps_the_rest(measure, monkeypatch):
+    first = measure()
+    monkeypatch.setattr(bench, "commit", lambda: "later")
+    second = measure("--only", "ours")
+    kept, new = second["measurements"]
+    assert kept == first["measurements"][0]
+    assert second["runs"][kept["run"]] == first["runs"][0]
+    assert second["runs"][new["run"]]["commit"] == "later"
+    third = measure()
+    assert [run["commit"] for run in third["runs"]] == ["later"]
+    assert len(third["measurements"]) == 2
+
+
+def test_a_case_is_added_to_those_of_other_settings(measure, monkeypatch):
+    measure()
+    monkeypatch.setattr(
+        bench_cases, "suite", lambda *_: [Case("ours", "inference", "cifar9", 2, **SMALL)]
+    )
+    assert [m["units"] for m in measure()["measurements"]] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{}", "must be a file of this command"),
+        ("no json", "must be a file of this command"),
+        ("other device", "measurements with the device"),
+    ],
+)
+def test_results_are_not_mixed_with_something_else(measure, content, words):
+    if content == "other device":
+        document = measure()
+        document["runs"][0]["device"] = "an abacus"
+        content = json.dumps(document)
+    measure.out.write_text(content)
+    result = CliRunner().invoke(app, ["bench", "--out", str(measure.out)])
+    assert words in str(result.exception)
+    assert measure.out.read_text() == content
 
 
 def test_the_suite_covers_what_is_compared():
-    cases = bench.suite("cuda")
+    cases = bench_cases.suite("cuda")
+    assert len(cases) == len(set(cases))
     assert {c.arch for c in cases} == {"resnet34", "densenet121", "vgg11", "cifar9"}
     assert {c.b for c in cases} == {1, 1.5, 2, 2.5}
-    assert {c.way for c in cases} == {"conventional", "floor", "peer", "ours"}
+    assert {c.way for c in cases} == {"conventional", "floor", "pooled-floor", "peer", "ours"}
     assert {c.task for c in cases} == {"training", "inference", "explanation"}
     assert {c.units for c in cases} == {1, 2}
-    assert {c.compiled for c in cases} == {False, True}
-    assert not any(c.compiled for c in bench.suite("cuda", compiled=False))
-    assert {c.batch for c in bench.suite("cpu")} == {8}
+    assert {c.mode for c in cases} == {"eager", "compiled", "captured"}
+    captured = {(c.arch, c.task, c.way, c.units) for c in cases if c.mode == "captured"}
+    for arch in ("resnet34", "densenet121", "cifar9"):
+        for task in ("training", "inference"):
+            for way, units in (("conventional", 1), ("floor", 1), ("floor", 2), ("ours", 1)):
+                assert (arch, task, way, units) in captured
+            assert (arch, task, "ours", 2) in captured
+    assert {c.batch for c in bench_cases.suite("cpu")} == {8}
+    assert {c.mode for c in bench_cases.suite("cpu")} == {"eager"}
+
+
+def test_words_select_cases():
+    cases = bench_cases.suite("cuda")
+    chosen = bench_cases.select(cases, "training, captured, units=2")
+    assert {(c.task, c.mode, c.units) for c in chosen} == {("training", "captured", 2)}
+    either = bench_cases.select(cases, "ours,floor,b=1.5,b=2")
+    assert {c.way for c in either} == {"ours", "floor"}
+    assert {c.b for c in either} == {1.5, 2}
+    assert bench_cases.select(cases, "") == cases
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trainig", r"`only` \(='trainig'\) must be made of these words: .*training"),
+        ("peer,captured", r"`only` \(='peer,captured'\) must leave a case"),
+    ],
+)
+def test_words_that_select_nothing_are_an_error(words, message):
+    with pytest.raises(ValueError, match=message):
+        bench_cases.select(bench_cases.suite("cuda"), words)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("task", ["training", "inference"])
+@pytest.mark.parametrize("way", ["conventional", "floor", "pooled-floor", "ours"])
+def test_a_captured_step_is_measured(way, task):
+    case = Case(way, task, "resnet34", batch=2, size=64, mode="captured")
+    (found,) = bench.bench([case], "cuda", torch.bfloat16, seconds=0.01)
+    assert found.milliseconds > 0
+    assert found.busy_milliseconds > 0
+    assert found.peak_mib > 0

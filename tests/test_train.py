@@ -189,6 +189,8 @@ def test_a_loss_that_is_not_finite_ends_with_step_and_layer(little_data, tmp_pat
 def test_the_learning_rate_follows_its_schedule():
     cosine = config(epochs=10, lr=1.0, lr_end=0.0, warmup=2, warmup_lr=0.0)
     assert [cosine.lr_at(e) for e in (0, 1, 2, 6, 10)] == pytest.approx([0, 0.5, 1, 0.5, 0])
+    quarter = config(epochs=10, lr=1.0, lr_end=0.0, warmup=1, schedule="quarter-cosine")
+    assert [quarter.lr_at(e) for e in (1, 5.5, 7, 10)] == pytest.approx([1, 0.5**0.5, 0.5, 0])
     step = config(epochs=100, lr=1.0, schedule="step", milestones=(60,))
     assert [step.lr_at(e) for e in (0, 59.9, 60)] == pytest.approx([1, 1, 0.1])
 
@@ -204,11 +206,13 @@ def test_the_paper_preset_and_calibration_are_told_apart(little_data, tmp_path):
     ("changes", "words"),
     [
         ({"optimiser": "lamb"}, "'adam' or 'adamw' or 'sgd'"),
-        ({"schedule": "linear"}, "'cosine' or 'step'"),
+        ({"schedule": "linear"}, "'quarter-cosine' or 'step'"),
         ({"preset": "mine"}, "'' or 'paper'"),
         ({"bad": "ignore"}, "'fail' or 'skip'"),
         ({"precision": "8"}, "bf16-mixed"),
         ({"crop_area": 1.5}, "at most 1"),
+        ({"magnitude": 31}, "from 0 to 30"),
+        ({"operations": 0}, "at least 1"),
         ({"memory": -1}, "0 or more"),
         ({"head_only": True}, "start_from"),
         ({"lr": "fast"}, "a number"),
@@ -227,7 +231,6 @@ def test_the_paper_preset_and_calibration_are_told_apart(little_data, tmp_path):
         ({"augment": ("mixup",)}, "padded_crop"),
         ({"accumulate": 3}, "divisor of the batch, 16"),
         ({"test_every": 0}, "at least 1"),
-        ({"magnitude": 31}, "from 0 to 30"),
         ({"train_sizes": (128, 0)}, "each at least 1"),
         ({"train_sizes": (128, 160.0)}, "a list of whole numbers"),
     ],

@@ -1,6 +1,7 @@
 """Training on a GPU: the captured step, the watch that never waits, and streams."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from small_training import QUIET, config, few_shapes, weights
 from torchbcos import train
+from torchbcos.augment import AUGMENTATIONS
 from torchbcos.batches import Batches
 from torchbcos.data import open_data
 
@@ -83,6 +85,27 @@ def test_streamed_batches_are_those_in_memory(tmp_path):
         assert x.is_cuda
         assert torch.equal(x, y)
         assert torch.equal(labels, other)
+
+
+@pytest.mark.parametrize(
+    "augment", [(), *((name,) for name in AUGMENTATIONS), tuple(AUGMENTATIONS)]
+)
+@pytest.mark.parametrize("sizes", [(), (12, 24)])
+def test_captured_batches_are_the_plain_ones(augment, sizes):
+    images, device = few_shapes().train, torch.device("cuda")
+    settings = config(augment=augment, train_sizes=sizes)
+    made, plain = (
+        Batches(images, replace(settings, cuda_graph=captured), device)
+        for captured in (True, False)
+    )
+    start = made.total_steps // 2 - 4  # where the size changes
+    for step, (x, labels) in zip(range(start, start + 8), made.following(start), strict=False):
+        for y, others in (made.at(step), plain.at(step)):
+            assert torch.equal(x, y)
+            assert torch.equal(labels, others)
+        assert x.is_contiguous(memory_format=torch.channels_last)
+    assert made._graph is not None
+    assert plain._graph is None
 
 
 @pytest.mark.parametrize("sizes", [(), (12, 24)])

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,10 +249,11 @@ def test_only_the_gradients_asked_for_are_computed(monkeypatch):
     assert w.grad is not None
 
 
-def test_norms_are_remembered_until_the_map_changes():
-    out = conv(triton, draw(2, 5, 6, 7), draw(4, 5, 3, 3))
+@pytest.mark.parametrize("grad", [False, True])
+def test_norms_are_remembered_until_the_map_changes(grad):
+    out = conv(triton, draw(2, 5, 6, 7), draw(4, 5, 3, 3).requires_grad_(grad))
     squares = launch.remembered_squares(out)
-    assert_agrees(squares, out.square().sum(1))
+    assert_agrees(squares, out.detach().square().sum(1))
     out += 1
     assert launch.remembered_squares(out) is None
     with torch.inference_mode():
@@ -294,6 +296,64 @@ def test_the_kernels_compile_for_a_gpu(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert {"forward 4", "backward 4", "average 1"} <= set(done.stdout.splitlines())
+
+
+# How a kernel is started.
+
+
+class Launcher:
+    """What Triton's launchers have in common, without a GPU."""
+
+    def __init__(self, driver):
+        self.launch = lambda *arguments: driver.append(arguments)
+
+
+class Flat(Launcher):  # as in Triton 3.6
+    def __call__(self, x, y, z, stream, function, *rest):
+        self.launch(x, y, z, stream, function, False, False, None, None, *rest)
+
+
+class Packed(Launcher):  # as in Triton 3.9
+    def __call__(self, x, y, z, stream, function, metadata, launched, enter, leave, *own):
+        hooks = (metadata, launched, enter, leave)
+        self.launch(x, y, z, stream, function, False, False, *hooks, None, None, b"n", "s", own)
+
+
+class Unknown(Launcher):
+    def __call__(self, *arguments):
+        self.launch(arguments)
+
+
+@pytest.mark.parametrize("kind", [Flat, Packed, Unknown])
+def test_later_launches_go_straight_to_the_driver_with_the_same_arguments(kind, monkeypatch):
+    """Of a launcher that is not understood, Triton goes on to launch the kernel itself."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    driver, by_triton = [], []
+    made = SimpleNamespace(run=kind(driver), function="f", packed_metadata=(4, 1, 0))
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def start(*arguments):
+                by_triton.append(arguments)
+                pointers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+                made.run(*grid, 7, made.function, made.packed_metadata, None, None, None, *pointers)
+                return made
+
+            return start
+
+    start = launch.Launch(Kernel(), 5, 64, 2.5, True)
+    tensors = draw(3), draw(3)
+    start(*tensors)
+    start(*tensors)
+    others = draw(3), draw(3)
+    start(*others)
+    assert driver[0] == driver[1]
+    assert len(driver) == 3
+    assert len(by_triton) == (3 if kind is Unknown else 1)
+    places = {t.data_ptr() for t in others}
+    last = driver[2][-1] if kind is Packed else driver[2][0] if kind is Unknown else driver[2]
+    assert places < set(last)
+    assert tuple(last[-3:]) == (64, 2.5, True)
 
 
 # Which twin is chosen.

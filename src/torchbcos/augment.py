@@ -1,24 +1,27 @@
 """Augmentations of a whole batch at once, each image with its own draw, on the batch's device.
 
-All take images [N, C, H, W] in 0..1 and `Draws` for them, and return new images.
+Each takes images [N, C, H, W] in 0..1 and its draws [K, N], and returns new images. Which
+operations run depends on no value, and the host waits for none, so that any sequence of them can be
+captured as a CUDA graph. Grids are made without matrix products, which TF32 would round.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import torchvision.transforms.v2.functional as TF
 from torch import Generator, Tensor
 
 __all__ = [
     "AUGMENTATIONS",
-    "Draws",
+    "Augmentation",
     "colour_jitter",
     "crops",
+    "erase",
     "flip",
     "lighting",
     "padded_crop",
@@ -27,44 +30,27 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Draws:
-    """Random numbers for the rows `rows` of a batch of `total` images, brought to `device`.
+class Augmentation(NamedTuple):
+    """A change of images, and how the numbers [K, N] that it takes are drawn.
 
     Numbers are drawn for the whole batch and on the CPU, so that each image gets the same numbers
     however many processes share the batch, and on whatever device.
     """
 
-    generator: Generator
-    total: int
-    rows: slice = field(default_factory=lambda: slice(None))
-    device: torch.device | str = "cpu"
-
-    def uniform(self, low: float, high: float) -> Tensor:
-        full = torch.rand(self.total, generator=self.generator)
-        return self._mine(full * (high - low) + low)
-
-    def normal(self, count: int) -> Tensor:  # [N, count]
-        return self._mine(torch.randn(self.total, count, generator=self.generator))
-
-    def integers(self, high: int) -> Tensor:
-        return self._mine(torch.randint(high, (self.total,), generator=self.generator))
-
-    def _mine(self, full: Tensor) -> Tensor:
-        return full[self.rows].to(self.device, non_blocking=True)
+    change: Callable[..., Tensor]  # (images, draws, settings)
+    draw: Callable[..., Tensor]  # (generator, N, settings)
 
 
-def flip(x: Tensor, draws: Draws) -> Tensor:
+def flip(x: Tensor, draws: Tensor) -> Tensor:
     """Left and right exchanged in half of the images."""
-    turn = draws.uniform(0, 1) < 0.5
-    return torch.where(turn[:, None, None, None], x.flip(-1), x)
+    return torch.where(_per_image(draws[0] < 0.5), x.flip(-1), x)
 
 
-def padded_crop(x: Tensor, draws: Draws, padding: int = 4) -> Tensor:
-    """Moved by up to `padding` pixels each way; black comes in."""
+def padded_crop(x: Tensor, draws: Tensor, padding: int = 4) -> Tensor:
+    """Moved by up to `padding` pixels each way (draws from 0 to 2·padding); black comes in."""
     n, _, height, width = x.shape
     padded = F.pad(x, [padding] * 4)
-    top, left = draws.integers(2 * padding + 1), draws.integers(2 * padding + 1)
+    top, left = draws.long()
     rows = top[:, None] + torch.arange(height, device=x.device)  # [N, H]
     columns = left[:, None] + torch.arange(width, device=x.device)
     image = torch.arange(n, device=x.device)[:, None, None]
@@ -74,71 +60,101 @@ def padded_crop(x: Tensor, draws: Draws, padding: int = 4) -> Tensor:
 
 def resized_crop(
     x: Tensor,
-    draws: Draws,
+    draws: Tensor,
     size: int | None = None,
     scale: tuple[float, float] = (0.25, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Tensor:
     """A part of random area and shape, resized to `size` (by default the image's)."""
-    n, _, height, width = x.shape
-    area, shape, left, top = crops(draws, scale, ratio).unbind(1)
+    height, width = x.shape[2:]
+    area, shape, left, top = crops(draws, scale, ratio).to(x.dtype).unbind(1)
     w = (area * shape * (height / width)).sqrt().clamp(max=1)
     h = (area / shape * (width / height)).sqrt().clamp(max=1)
     cx, cy = (2 * left - 1) * (1 - w), (2 * top - 1) * (1 - h)
     zero = torch.zeros_like(w)
-    matrix = torch.stack([torch.stack([w, zero, cx], 1), torch.stack([zero, h, cy], 1)], 1)
-    out = (size, size) if size is not None else (height, width)
-    grid = F.affine_grid(matrix, [n, 1, *out], align_corners=False)
-    return F.grid_sample(x, grid.to(x.dtype), padding_mode="reflection", align_corners=False)
+    matrix = torch.stack([w, zero, cx, zero, h, cy], 1).view(-1, 2, 3)
+    return _sample(x, matrix, (size, size) if size is not None else (height, width), "reflection")
 
 
 def crops(
-    draws: Draws, scale: tuple[float, float], ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    draws: Tensor, scale: tuple[float, float], ratio: tuple[float, float] = (3 / 4, 4 / 3)
 ) -> Tensor:  # [N, 4]
-    """The numbers of `resized_crop`, as `images.read_pixels` takes them."""
-    area = draws.uniform(*scale)
-    shape = torch.exp(draws.uniform(math.log(ratio[0]), math.log(ratio[1])))
-    return torch.stack([area, shape, draws.uniform(0, 1), draws.uniform(0, 1)], 1)
+    """The area, shape and place of `resized_crop`'s parts, as `images.read_pixels` takes them."""
+    area = _between(*scale, draws[0])
+    shape = torch.exp(_between(math.log(ratio[0]), math.log(ratio[1]), draws[1]))
+    return torch.stack([area, shape, draws[2], draws[3]], 1)
 
 
-def colour_jitter(x: Tensor, draws: Draws, strength: float = 0.4) -> Tensor:
+def colour_jitter(x: Tensor, draws: Tensor, strength: float = 0.4) -> Tensor:
     """Brightness, contrast and saturation each changed by a factor in 1 ± strength."""
-    for change in (_brightness, _contrast, _saturation):
-        x = change(x, draws.uniform(1 - strength, 1 + strength))
-    return x
+    factors = _between(1 - strength, 1 + strength, draws).to(x.dtype)
+    brightness, contrast, saturation = factors[..., None, None, None].unbind()
+    x = (x * brightness).clamp(0, 1)
+    mean = _grey(x).mean((1, 2, 3), keepdim=True)
+    x = (mean + (x - mean) * contrast).clamp(0, 1)
+    grey = _grey(x)
+    return (grey + (x - grey) * saturation).clamp(0, 1)
 
 
-def lighting(x: Tensor, draws: Draws, strength: float = 0.1) -> Tensor:
+def lighting(x: Tensor, draws: Tensor, strength: float = 0.1) -> Tensor:
     """Colours moved along the principal axes that the pixels of ImageNet have (AlexNet, 2012)."""
-    values = x.new_tensor([0.2175, 0.0188, 0.0045])
-    axes = x.new_tensor(
-        [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]]
-    )
-    moved = (draws.normal(3).to(x.dtype) * strength * values) @ axes.T  # [N, 3]
-    return (x + moved[:, :, None, None]).clamp(0, 1)
+    along = draws.to(x.dtype).T[:, None] * _colour_axes(x.device, x.dtype)  # [N, 3, 3]
+    moved: Tensor = x + strength * along.sum(2)[:, :, None, None]
+    return moved.clamp(0, 1)
 
 
-def rand_augment(x: Tensor, draws: Draws, n: int = 2, m: float = 9.0) -> Tensor:
-    """RandAugment: for each image `n` operations at magnitude `m` of 30, drawn anew."""
-    for _ in range(n):
-        choice = replace(draws, device="cpu").integers(len(_OPERATIONS))  # a GPU need not wait
-        sign = torch.where(draws.uniform(0, 1) < 0.5, -1.0, 1.0)
-        result = x.clone()
-        for index, operation in enumerate(_OPERATIONS):
-            chosen = (choice == index).nonzero()[:, 0].to(x.device, non_blocking=True)
-            if len(chosen):
-                result[chosen] = operation(x[chosen], sign[chosen], m / 30).clamp(0, 1)
-        x = result
+def erase(x: Tensor, draws: Tensor) -> Tensor:
+    """Cutout: a window of half the height and width, about any pixel, becomes grey.
+
+    Grey is 0.5, which the encoding [rgb, 1 - rgb] shows as alike in all six channels: no colour,
+    neither bright nor dark.
+    """
+    inside = []
+    for length, draw in zip(x.shape[2:], draws, strict=True):
+        start = torch.floor(draw * length) - length // 4
+        place = torch.arange(length, device=x.device) - start[:, None]
+        inside.append((place >= 0) & (place < length // 2))  # [N, length]
+    rows, columns = inside
+    return x.masked_fill((rows[:, :, None] & columns[:, None])[:, None], 0.5)
+
+
+def rand_augment(x: Tensor, draws: Tensor, m: float = 9.0) -> Tensor:
+    """RandAugment: for each pair of draws one operation on each image, at magnitude `m` of 30."""
+    for choice, side in draws.unflatten(0, (-1, 2)):
+        x = _operate(x, choice.long(), (side >= 0.5).long(), m / 30)
     return x
 
 
-AUGMENTATIONS: dict[str, Callable[[Tensor, Draws], Tensor]] = {
-    "flip": flip,
-    "padded_crop": padded_crop,
-    "resized_crop": resized_crop,
-    "colour_jitter": colour_jitter,
-    "lighting": lighting,
-    "rand_augment": rand_augment,
+def _draw_uniform(count: int) -> Callable[[Generator, int], Tensor]:
+    return lambda generator, total: torch.rand(count, total, generator=generator)
+
+
+def _draw_shifts(generator: Generator, total: int) -> Tensor:
+    return torch.randint(9, (2, total), generator=generator, dtype=torch.float32)
+
+
+def _draw_normal(generator: Generator, total: int) -> Tensor:
+    return torch.randn(total, 3, generator=generator).T
+
+
+def _draw_operations(generator: Generator, total: int, n: int = 2) -> Tensor:
+    rows = []
+    for _ in range(n):
+        high = len(_OPERATIONS)
+        rows.append(torch.randint(high, (total,), generator=generator, dtype=torch.float32))
+        rows.append(torch.rand(total, generator=generator))
+    return torch.stack(rows)
+
+
+#: The place of each is part of the seed of its draws: new ones come last.
+AUGMENTATIONS: dict[str, Augmentation] = {
+    "flip": Augmentation(flip, _draw_uniform(1)),
+    "padded_crop": Augmentation(padded_crop, _draw_shifts),
+    "resized_crop": Augmentation(resized_crop, _draw_uniform(4)),
+    "colour_jitter": Augmentation(colour_jitter, _draw_uniform(3)),
+    "lighting": Augmentation(lighting, _draw_normal),
+    "rand_augment": Augmentation(rand_augment, _draw_operations),
+    "erase": Augmentation(erase, _draw_uniform(2)),
 }
 
 
@@ -146,84 +162,117 @@ def _per_image(values: Tensor) -> Tensor:
     return values[:, None, None, None]
 
 
-def _grey(x: Tensor) -> Tensor:
-    weights = torch.tensor([0.299, 0.587, 0.114], device=x.device, dtype=x.dtype)
-    return (x * weights[:, None, None]).sum(1, keepdim=True) if x.shape[1] == 3 else x
+def _between(low: float, high: float, uniform: Tensor) -> Tensor:
+    return uniform * (high - low) + low
 
 
-def _brightness(x: Tensor, factor: Tensor) -> Tensor:
-    return (x * _per_image(factor)).clamp(0, 1)
+def _sample(x: Tensor, matrix: Tensor, size: tuple[int, int], padding: str = "zeros") -> Tensor:
+    """The images as seen at `matrix` [N, 2, 3] times the place (x, y, 1), in -1..1."""
+    down, across = (
+        torch.linspace(1 / n - 1, 1 - 1 / n, n, device=x.device, dtype=x.dtype) for n in size
+    )
+    a, b, c = matrix[..., None, None].unbind(2)  # each [N, 2, 1, 1]
+    grid = (a * across + (b * down[:, None] + c)).permute(0, 2, 3, 1)
+    return F.grid_sample(x, grid, padding_mode=padding, align_corners=False)
 
 
-def _contrast(x: Tensor, factor: Tensor) -> Tensor:
-    mean = _grey(x).mean((1, 2, 3), keepdim=True)
-    return (mean + (x - mean) * _per_image(factor)).clamp(0, 1)
+def _grey(x: Tensor) -> Tensor:  # [N, 1, H, W]
+    if x.shape[1] != 3:
+        return x
+    return x[:, :1] * 0.299 + x[:, 1:2] * 0.587 + x[:, 2:] * 0.114
 
 
-def _saturation(x: Tensor, factor: Tensor) -> Tensor:
-    grey = _grey(x)
-    return (grey + (x - grey) * _per_image(factor)).clamp(0, 1)
-
-
-def _affine(x: Tensor, rows: list[list[Tensor]]) -> Tensor:
-    matrix = torch.stack([torch.stack(row, 1) for row in rows], 1)
-    grid = F.affine_grid(matrix, list(x.shape), align_corners=False)
-    return F.grid_sample(x, grid.to(x.dtype), align_corners=False)
-
-
-def _shear(x: Tensor, amount: Tensor, vertical: bool) -> Tensor:
-    one, zero = torch.ones_like(amount), torch.zeros_like(amount)
-    a, b = (zero, amount) if vertical else (amount, zero)
-    return _affine(x, [[one, a, zero], [b, one, zero]])
-
-
-def _translate(x: Tensor, amount: Tensor, vertical: bool) -> Tensor:
-    one, zero = torch.ones_like(amount), torch.zeros_like(amount)
-    a, b = (zero, amount) if vertical else (amount, zero)
-    return _affine(x, [[one, zero, a], [zero, one, b]])
-
-
-def _rotate(x: Tensor, angle: Tensor) -> Tensor:
-    cos, sin, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
-    return _affine(x, [[cos, -sin, zero], [sin, cos, zero]])
-
-
-def _posterize(x: Tensor, m: float) -> Tensor:
-    levels = 2 ** (8 - round(4 * m))
-    step = 256 // levels
-    posterised: Tensor = torch.floor(x * 255 / step) * step / 255
-    return posterised
-
-
-def _equalize(x: Tensor) -> Tensor:
-    equalised: Tensor = TF.equalize((x * 255).round().to(torch.uint8))
-    return equalised.to(x.dtype) / 255
-
-
-def _sharpness(x: Tensor, factor: Tensor) -> Tensor:
-    kernel = torch.ones(3, 3, device=x.device, dtype=x.dtype)
-    kernel[1, 1] = 5
-    channels = x.shape[1]
+def _blurred(x: Tensor) -> Tensor:
+    """By [[1, 1, 1], [1, 5, 1], [1, 1, 1]] / 13; the outermost pixels stay."""
+    rows = x[:, :, :-2] + x[:, :, 1:-1] + x[:, :, 2:]
+    sums = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
     blurred = x.clone()
-    weight = (kernel / kernel.sum()).expand(channels, 1, 3, 3)
-    blurred[:, :, 1:-1, 1:-1] = F.conv2d(x, weight, groups=channels)
-    return blurred + (x - blurred) * _per_image(factor)
+    blurred[:, :, 1:-1, 1:-1].mul_(4).add_(sums).div_(13)
+    return blurred
 
 
-#: (images, sign of each, magnitude in 0..1) → images, with RandAugment's usual ranges.
-_OPERATIONS: tuple[Callable[[Tensor, Tensor, float], Tensor], ...] = (
-    lambda x, s, m: x,
-    lambda x, s, m: _shear(x, 0.3 * m * s, vertical=False),
-    lambda x, s, m: _shear(x, 0.3 * m * s, vertical=True),
-    lambda x, s, m: _translate(x, 2 * 150 / 331 * m * s, vertical=False),
-    lambda x, s, m: _translate(x, 2 * 150 / 331 * m * s, vertical=True),
-    lambda x, s, m: _rotate(x, math.radians(30) * m * s),
-    lambda x, s, m: _brightness(x, 1 + 0.9 * m * s),
-    lambda x, s, m: _saturation(x, 1 + 0.9 * m * s),
-    lambda x, s, m: _contrast(x, 1 + 0.9 * m * s),
-    lambda x, s, m: _sharpness(x, 1 + 0.9 * m * s),
-    lambda x, s, m: _posterize(x, m),
-    lambda x, s, m: torch.where(x >= 1 - m, 1 - x, x),
-    lambda x, s, m: TF.autocontrast(x),
-    lambda x, s, m: _equalize(x),
-)
+def _equalised(x: Tensor) -> Tensor:
+    """Each channel's values spread evenly over 0..255, as Pillow and torchvision do it."""
+    values = (x * 255).round().long().flatten(2)  # [N, C, HW]
+    histogram = torch.zeros(*values.shape[:2], 256, dtype=torch.int32, device=x.device)
+    histogram.scatter_add_(2, values, histogram.new_ones(()).expand_as(values))
+    highest = histogram.gather(2, values.amax(2, keepdim=True))
+    step = (values.shape[2] - highest) // 255  # pixels for each value
+    below = histogram.cumsum(2, dtype=torch.int32) - histogram
+    spread = ((below + step // 2) // step.clamp(min=1)).clamp(max=255)
+    table = torch.where(step > 0, spread, torch.arange(256, device=x.device))
+    return (table.to(x.dtype) / 255).gather(2, values).view(x.shape)
+
+
+_OPERATIONS = (
+    "identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate",
+    "brightness", "saturation", "contrast", "sharpness",
+    "posterise", "solarise", "autocontrast", "equalise",
+)  # fmt: skip
+
+
+def _operate(x: Tensor, choice: Tensor, side: Tensor, m: float) -> Tensor:
+    """`choice` [N] among `_OPERATIONS`, to the side 0 or 1, at magnitude `m` in 0..1.
+
+    All operations are computed for all images, and by the numbers of `_table` each image is changed
+    by its own alone: the others leave it as it is, to the bit.
+    """
+    own = _table(m, x.device, x.dtype)[choice, side]  # [N, 15]
+    numbers = own[:, 6:, None, None, None].unbind(1)
+    moves, saturates, contrasts, sharpens, factor, posterises, limit, stretches, equalises = numbers
+
+    moved = _sample(x, own[:, :6].unflatten(1, (2, 3)), (x.shape[2], x.shape[3]))
+    x = torch.lerp(x, moved, moves)
+
+    grey = _grey(x)
+    other = grey * saturates + grey.mean((1, 2, 3), keepdim=True) * contrasts
+    x = torch.lerp(_blurred(x).mul_(sharpens).add_(other), x, factor)
+
+    step = 2 ** round(4 * m)
+    x = torch.lerp(x, (x * 255).div_(step).floor_().mul_(step).div_(255), posterises)
+    x = torch.where(x >= limit, 1 - x, x)
+
+    low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
+    stretches = stretches * (high > low)
+    width = torch.lerp(torch.ones_like(low), high - low, stretches)
+    x = (x - low * stretches).div_(width).clamp_(0, 1)
+    return torch.lerp(x, _equalised(x), equalises)
+
+
+@cache
+def _table(m: float, device: torch.device, dtype: torch.dtype) -> Tensor:  # [14, 2, 15]
+    """RandAugment's usual ranges, for each operation to each side: first a matrix [2, 3]."""
+    numbers = []
+    for name in _OPERATIONS:
+        for amount in (-m, m):
+            shear, shift, angle = 0.3 * amount, 2 * 150 / 331 * amount, math.radians(30) * amount
+            cos, sin = math.cos(angle), math.sin(angle)
+            matrix = {
+                "shear_x": [1, shear, 0, 0, 1, 0],
+                "shear_y": [1, 0, 0, shear, 1, 0],
+                "translate_x": [1, 0, shift, 0, 1, 0],
+                "translate_y": [1, 0, 0, 0, 1, shift],
+                "rotate": [cos, -sin, 0, sin, cos, 0],
+            }.get(name)
+            blended = name in ("brightness", "saturation", "contrast", "sharpness")
+            numbers += [
+                *(matrix or [1, 0, 0, 0, 1, 0]),
+                matrix is not None,
+                name == "saturation",
+                name == "contrast",
+                name == "sharpness",
+                1 + 0.9 * amount if blended else 1,
+                name == "posterise",
+                1 - m if name == "solarise" else math.inf,
+                name == "autocontrast",
+                name == "equalise",
+            ]
+    return torch.tensor(numbers, dtype=dtype).view(len(_OPERATIONS), 2, -1).to(device)
+
+
+@cache
+def _colour_axes(device: torch.device, dtype: torch.dtype) -> Tensor:  # [channel, axis]
+    """One standard deviation along each axis."""
+    axes = [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]]
+    deviations = [0.2175, 0.0188, 0.0045]
+    return (torch.tensor(axes, dtype=dtype) * torch.tensor(deviations, dtype=dtype)).to(device)

@@ -1,9 +1,10 @@
 """Batches of an image set, for training by step and for evaluation in order.
 
-Sets in memory are cut and augmented on their device. Files are decoded by worker processes some
-batches ahead, copied to the device while it computes, and augmented there; only the random resized
-crop is taken where the file is decoded, from all of its pixels. `train_sizes` are sizes of the
-batches alone: what is in memory, and what is tested, has the size of the set.
+Sets in memory are cut and augmented on their device, on a GPU by one CUDA graph. Files are decoded
+by worker processes some batches ahead, copied to the device while it computes, and augmented there;
+only the random resized crop is taken where the file is decoded, from all of its pixels.
+`train_sizes` are sizes of the batches alone: what is in memory, and what is tested, has the size of
+the set.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torchbcos.augment import AUGMENTATIONS, Draws, crops, rand_augment, resized_crop
+from torchbcos.augment import AUGMENTATIONS, crops
+from torchbcos.captured import as_graph
 from torchbcos.checkpoint import write_atomically
 from torchbcos.data import DataError, ImageFiles, Images, ImageSet, default_workers
 from torchbcos.images import ImageError, check_image
@@ -58,16 +60,21 @@ class Batches:
         self._workers = default_workers() if workers is None else workers
         self._share = slice(rank * config.batch // world, (rank + 1) * config.batch // world)
         self._order: tuple[int, Tensor] | None = None  # (epoch, its shuffled indices)
+        in_memory = isinstance(images, Images)  # else resized_crop is taken while decoding
+        self._names = [n for n in config.augment if in_memory or n != "resized_crop"]
+        self._counts = [len(self._draw(0, name)) for name in self._names]
+        self._captures = in_memory and config.cuda_graph and device.type == "cuda" and world == 1
+        self._graph: tuple[tuple[int, int], Callable[..., Batch]] | None = None  # (size, `_cut`)
 
     def at(self, step: int, *, whole: bool = False) -> Batch:
         """Images [n, C, H, W] in 0..1 and labels; with `whole` those of all processes."""
         rows = slice(None) if whole else self._share
         plan = self._plan(step, rows)
+        draws = self._draws(step, rows).to(self.device, non_blocking=True)
         if isinstance(self.images, Images):
-            images, labels = self.images.batch(plan[0])
-        else:
-            images, labels = (t.to(self.device) for t in self.images.batch(*plan))
-        return self._augmented(images, step, rows), labels
+            return self._cut(plan[0], draws, plan[2])
+        images, labels = (t.to(self.device) for t in self.images.batch(*plan))
+        return self._augmented(images, draws, plan[2]), labels
 
     def size(self, step: int) -> tuple[int, int]:
         """Height and width of the images of a step."""
@@ -77,14 +84,15 @@ class Batches:
         return (sizes[min(step * len(sizes) // self.total_steps, len(sizes) - 1)],) * 2
 
     def following(self, step: int) -> Iterator[Batch]:
-        """The batches from `step` on, without an end."""
+        """The batches from `step` on, without an end; those of a graph overwrite one another."""
         if isinstance(self.images, Images):
             while True:
-                yield self.at(step)
+                yield self._replayed(step) if self._captures else self.at(step)
                 step += 1
         loader = _loader(_Decoder(self.images), _Plans(self, step), self._workers, self.device)
         for pixels, labels in _ahead(loader, self.device):
-            yield self._augmented(pixels.float() / 255, step, self._share), labels
+            draws = self._draws(step, self._share).to(self.device, non_blocking=True)
+            yield self._augmented(pixels.float() / 255, draws, self.size(step)), labels
             step += 1
 
     def _plan(self, step: int, rows: slice) -> Plan:
@@ -98,28 +106,51 @@ class Batches:
         indices = self._order[1][within * c.batch : (within + 1) * c.batch][rows]
         if isinstance(self.images, Images) or "resized_crop" not in c.augment:
             return indices, None, self.size(step)
-        parts = crops(self._draws(step, "resized_crop", rows, "cpu"), (c.crop_area, 1.0))
+        parts = crops(self._draw(step, "resized_crop")[:, rows], (c.crop_area, 1.0))
         return indices, parts, self.size(step)
 
-    def _augmented(self, images: Tensor, step: int, rows: slice) -> Tensor:
-        c, size = self.config, self.size(step)
+    def _replayed(self, step: int) -> Batch:
+        """As `at`, by the graph for images of this size."""
+        (indices, _, size), draws = self._plan(step, self._share), self._draws(step, self._share)
+        if self._graph is None or self._graph[0] != size:
+            self._graph = None  # its memory is free for the next
+            example = (indices.clone(), draws.to(self.device))
+            self._graph = (size, as_graph(partial(self._cut, size=size), *example))
+        return self._graph[1](indices, draws)
+
+    def _cut(self, indices: Tensor, draws: Tensor, size: tuple[int, int]) -> Batch:
+        """A batch of a set in memory; all that the graph does."""
+        assert isinstance(self.images, Images)
+        images, labels = self.images.batch(indices)
+        return self._augmented(images, draws, size), labels
+
+    def _augmented(self, images: Tensor, draws: Tensor, size: tuple[int, int]) -> Tensor:
+        c = self.config
         if "resized_crop" not in c.augment and images.shape[2:] != size:
             images = F.interpolate(images, size, mode="bilinear", antialias=True)
-        for name in c.augment:
-            change: Callable[[Tensor, Draws], Tensor] = AUGMENTATIONS[name]
-            if name == "rand_augment":
-                change = partial(rand_augment, m=c.magnitude)
-            elif name == "resized_crop":
-                if not isinstance(self.images, Images):
-                    continue  # taken while decoding
-                side = size[0] if c.train_sizes else None
-                change = partial(resized_crop, size=side, scale=(c.crop_area, 1.0))
-            images = change(images, self._draws(step, name, rows, self.device))
+        settings: dict[str, dict[str, Any]] = {
+            "resized_crop": {
+                "scale": (c.crop_area, 1.0),
+                "size": size[0] if c.train_sizes else None,
+            },
+            "rand_augment": {"m": c.magnitude},
+        }
+        for name, own in zip(self._names, draws.split(self._counts), strict=True):
+            images = AUGMENTATIONS[name].change(images, own, **settings.get(name, {}))
         return images.contiguous(memory_format=torch.channels_last)
 
-    def _draws(self, step: int, name: str, rows: slice, device: torch.device | str) -> Draws:
-        generator = _generator(self.config.seed, step, list(AUGMENTATIONS).index(name))
-        return Draws(generator, self.config.batch, rows, device)
+    def _draws(self, step: int, rows: slice) -> Tensor:
+        """The numbers [K, n] of all augmentations, together, so that they are copied at once."""
+        none = torch.empty(0, self.config.batch)
+        drawn = [none, *(self._draw(step, name) for name in self._names)]
+        packed = torch.cat([numbers[:, rows] for numbers in drawn])
+        return packed.pin_memory() if self.device.type == "cuda" else packed
+
+    def _draw(self, step: int, name: str) -> Tensor:
+        c = self.config
+        generator = _generator(c.seed, step, list(AUGMENTATIONS).index(name))
+        settings = {"n": c.operations} if name == "rand_augment" else {}
+        return AUGMENTATIONS[name].draw(generator, c.batch, **settings)
 
 
 def in_order(

@@ -1,111 +1,34 @@
 """Time and memory of B-cos networks beside the networks they replace, measured in one run.
 
-Four ways to build one architecture are compared:
-
-- `conventional`: torchvision's network, with its norms and activations;
-- `floor`: our network with plain convolutions for B-cos ones and torch's own pools and sums, so
-  without norms and activations (two units: doubled channels and a plain maximum);
-- `peer`: our network with the layers of the package `bcos`, if it is installed;
-- `ours`.
+`bench_networks` says which networks, `bench_cases` what of them is measured.
 """
 
 from __future__ import annotations
 
-import copy
-import operator
+import json
 import platform
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 
 from torchbcos import functional
 from torchbcos._arguments import check_device
 from torchbcos._version import __version__
+from torchbcos.bench_cases import Case, Measurement
+from torchbcos.bench_networks import CLASSES, build
+from torchbcos.captured import as_graph
+from torchbcos.checkpoint import write_atomically
 from torchbcos.evidence import commit, device_name
 from torchbcos.explain import explain
-from torchbcos.layers import AvgPool2d, BcosConv2d, BcosLinear
-from torchbcos.models import BcosModel, create_model
 
-__all__ = ["BenchError", "Case", "Measurement", "bench", "check_kernels", "evidence", "suite"]
-
-CLASSES = 10  # of every network: the classifier's size is not what is measured
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is measured."""
-
-    way: str  # conventional, floor, peer or ours
-    task: str  # training, inference or explanation
-    arch: str = "resnet34"
-    units: int = 1
-    b: float = 2.0
-    batch: int = 128
-    size: int = 224
-    targets: int = 1  # of an explanation
-    compiled: bool = False
-
-
-@dataclass(frozen=True)
-class Measurement:
-    case: Case
-    milliseconds: float  # median over groups of steps
-    spread: float  # (largest - smallest) / median
-    busy_milliseconds: (
-        float | None
-    )  # the sum of the device's kernels; the rest is waiting for the host
-    peak_mib: float | None
-
-    def words(self) -> str:
-        c = self.case
-        what = (
-            f"{c.arch} {c.way:12} {c.task:11} {c.units} unit{'s' if c.units > 1 else ' '} B={c.b:g}"
-        )
-        setting = f"batch {c.batch:3} {c.size} px" + (
-            f" {c.targets} targets" if c.targets > 1 else ""
-        )
-        memory = "" if self.peak_mib is None else f"  {self.peak_mib:8.0f} MiB"
-        busy = "" if self.busy_milliseconds is None else f" (device {self.busy_milliseconds:.2f})"
-        compiled = " compiled" if c.compiled else ""
-        return f"{what} {setting}{compiled}: {self.milliseconds:9.2f} ms{busy}{memory}"
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self.case), **{k: v for k, v in asdict(self).items() if k != "case"}}
-
-
-def suite(device: str, compiled: bool = True) -> list[Case]:
-    """What is compared, the most telling first; on a CPU only what takes minutes there."""
-    ways = [("conventional", 1), ("floor", 1), ("peer", 1), ("ours", 1)]
-    two = [("floor", 2), ("peer", 2), ("ours", 2)]
-    if device == "cpu":
-        return [
-            Case(w, task, units=u, batch=8) for task in ("inference", "training") for w, u in ways
-        ]
-    cases = [Case(w, t, units=u) for t in ("training", "inference") for w, u in ways + two]
-    cases += [Case("ours", t, b=b) for t in ("training", "inference") for b in (1, 1.5, 2.5)]
-    cases += [Case("ours", "inference", batch=256), Case("ours", "explanation", batch=256)]
-    cases += [Case("peer", "explanation", batch=1), Case("ours", "explanation", batch=1)]
-    for arch, batch, size in (("densenet121", 64, 224), ("vgg11", 64, 224), ("cifar9", 64, 32)):
-        cases += [
-            Case(w, t, arch, u, batch=batch, size=size)
-            for t in ("training", "inference")
-            for w, u in (*ways[:2], ways[3], two[2])
-        ]
-    cases += [Case("ours", "training", batch=n) for n in (16, 32, 64, 256)]
-    cases += [Case("ours", "training", batch=64, size=size) for size in (96, 160, 320)]
-    cases += [Case("ours", "explanation", batch=64, targets=k) for k in (1, 2, 5, 10)]
-    if compiled:
-        cases += [Case(w, "training", units=u, compiled=True) for w, u in reversed(ways)]
-        cases += [Case("ours", "inference", compiled=True)]
-    return cases
+__all__ = ["BenchError", "Results", "bench", "check_kernels", "evidence"]
 
 
 class BenchError(RuntimeError):
@@ -162,6 +85,7 @@ def evidence(device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "memory_format": "channels_last",
         "threads": torch.get_num_threads(),
+        "backward": "in the calling thread",  # for all ways; see `_step`
         "torch": torch.__version__,
         "torchbcos": __version__,
         "python": platform.python_version(),
@@ -182,7 +106,12 @@ def _step(case: Case, device: torch.device, dtype: torch.dtype) -> Callable[[], 
     model.train(case.task == "training")
     images = torch.rand(case.batch, 3, case.size, case.size, device=device, dtype=dtype)
     images = images.contiguous(memory_format=torch.channels_last)
-    forward = torch.compile(model) if case.compiled else model
+    step = _plain_step(case, model, images)
+    return as_graph(step) if case.mode == "captured" else step
+
+
+def _plain_step(case: Case, model: nn.Module, images: Tensor) -> Callable[[], Any]:
+    forward = torch.compile(model) if case.mode == "compiled" else model
     if case.task == "inference":
 
         def infer() -> None:
@@ -195,11 +124,14 @@ def _step(case: Case, device: torch.device, dtype: torch.dtype) -> Callable[[], 
             return _peer_explanation(model, images)
         targets = list(range(case.targets)) if case.targets > 1 else None
         return lambda: explain(model, images, targets)
-    labels = F.one_hot(torch.zeros(case.batch, dtype=torch.long, device=device), CLASSES)
+    labels = F.one_hot(torch.zeros(case.batch, dtype=torch.long, device=images.device), CLASSES)
 
     def train() -> None:
-        loss = F.binary_cross_entropy_with_logits(forward(images).float(), labels.float())
-        loss.backward()
+        # In this thread, as `torchbcos train` does it: a second one would pass the interpreter's
+        # lock to and fro.
+        with torch.autograd.set_multithreading_enabled(False):
+            loss = F.binary_cross_entropy_with_logits(forward(images).float(), labels.float())
+            loss.backward()
         for p in model.parameters():
             p.grad = None
 
@@ -220,100 +152,6 @@ def _peer_explanation(model: nn.Module, images: Tensor) -> Callable[[], Any]:
         torch.autograd.grad(logits.amax(1).sum(), x)
 
     return step
-
-
-# The four ways.
-
-
-def build(case: Case) -> nn.Module:
-    if case.way == "conventional":
-        return _conventional(case.arch)
-    options: dict[str, Any] = {"num_classes": CLASSES, "b": case.b, "max_out": case.units}
-    if case.arch == "cifar9":
-        options["preset"] = "paper" if case.b in (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5) else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = create_model(case.arch, **options)
-    model._values_checked = True  # nothing is asked about the images
-    model.scaling = "custom"
-    if case.way == "ours":
-        return model
-    return _with_layers(model, _plain if case.way == "floor" else _peer, case.way == "floor")
-
-
-def _conventional(arch: str) -> nn.Module:
-    if arch != "cifar9":
-        network: nn.Module = getattr(torchvision.models, arch)(num_classes=CLASSES)
-        return network
-    widths, strides = (64, 64, 128, 128, 128, 256, 256, 256), (1, 1, 2, 1, 1, 2, 1, 1)
-    layers: list[nn.Module] = []
-    for i, (width, stride) in enumerate(zip(widths, strides, strict=True)):
-        before = widths[i - 1] if i else 3
-        layers += [nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)]
-        layers.append(nn.ReLU(inplace=True))
-    return nn.Sequential(*layers, nn.Conv2d(256, 10, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-
-def _with_layers(
-    model: BcosModel, layer: Callable[[BcosConv2d], nn.Module], plain: bool
-) -> BcosModel:
-    """A copy of the model with other layers and, if `plain`, with torch's own pools and sums."""
-    model = copy.deepcopy(model)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, BcosConv2d):
-                setattr(parent, name, layer(child))
-            elif isinstance(child, BcosLinear):
-                raise ValueError(f"{name} is linear, and only convolutions are exchanged here.")
-            elif plain and isinstance(child, AvgPool2d):
-                pool = (child.kernel_size, child.stride, child.padding, child.ceil_mode)
-                setattr(parent, name, nn.AvgPool2d(*pool, child.count_include_pad))
-    graph = getattr(model.network, "graph", None)
-    if plain and graph is not None:
-        for node in graph.nodes:
-            if node.target is functional.add:
-                node.target = operator.add
-        model.network.recompile()  # type: ignore[operator]
-    return model
-
-
-class _PlainMaximum(nn.Module):
-    def __init__(self, conv: nn.Conv2d) -> None:
-        super().__init__()
-        self.conv = conv
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.conv(x).chunk(2, 1)
-        return torch.maximum(first, second)
-
-
-def _plain(layer: BcosConv2d) -> nn.Module:
-    conv = nn.Conv2d(
-        layer.in_channels,
-        layer.out_channels * layer.max_out,
-        layer.kernel_size,  # type: ignore[arg-type]
-        layer.stride,  # type: ignore[arg-type]
-        layer.padding,  # type: ignore[arg-type]
-        layer.dilation,  # type: ignore[arg-type]
-        layer.groups,
-        bias=False,
-    )
-    return conv if layer.max_out == 1 else _PlainMaximum(conv)
-
-
-def _peer(layer: BcosConv2d) -> nn.Module:
-    from bcos.modules import BcosConv2d as Peer
-
-    made: nn.Module = Peer(
-        layer.in_channels,
-        layer.out_channels,
-        layer.kernel_size,
-        layer.stride,
-        layer.padding,
-        b=layer.b,
-        max_out=layer.max_out,
-    )
-    return made
 
 
 # The clock.
@@ -346,8 +184,16 @@ def _measure(
         round(median, 3),
         round((max(times) - min(times)) / median, 3),
         round(_busy(step), 3) if cuda else None,
-        round(torch.cuda.max_memory_allocated() / 2**20, 1) if cuda else None,
+        round(_peak_bytes(case) / 2**20, 1) if cuda else None,
     )
+
+
+def _peak_bytes(case: Case) -> int:
+    """A graph allocates nothing when it runs: what it needs is reserved as long as it exists."""
+    if case.mode == "captured":
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+    return torch.cuda.max_memory_allocated()
 
 
 def _busy(step: Callable[[], Any], count: int = 3) -> float:
@@ -360,3 +206,55 @@ def _busy(step: Callable[[], Any], count: int = 3) -> float:
         torch.cuda.synchronize()
     events = [e for e in recorded.events() if e.device_type.name == "CUDA"]
     return float(sum(e.device_time for e in events)) / count / 1000
+
+
+# What is written.
+
+
+class Results:
+    """A file of measurements, each with the number of the run, in `runs`, that it is of.
+
+    What is in the file already stays, but for cases that are measured again.
+    """
+
+    def __init__(self, path: Path, evidence: dict[str, Any]) -> None:
+        self.path, self.evidence = path, evidence
+        self.rows: list[tuple[dict[str, Any], dict[str, Any]]] = []  # measurement, its evidence
+        if path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            document = json.loads(self.path.read_text(encoding="utf-8"))
+            runs = document["runs"]
+            self.rows = [(m, runs[m.pop("run")]) for m in document["measurements"]]
+        except (ValueError, KeyError, TypeError, IndexError):
+            raise ValueError(
+                f"`out` (={self.path}) must be a file of this command, to which results are added, "
+                "or a new one."
+            ) from None
+        for name in ("device", "dtype"):
+            for _, run in self.rows:
+                if run[name] != self.evidence[name]:
+                    raise ValueError(
+                        f"`out` (={self.path}) must hold measurements with the {name} "
+                        f"{self.evidence[name]}, and has {run[name]}: use another file."
+                    )
+
+    def add(self, found: Measurement) -> None:
+        """Put it in the place of an older one of the same case, or at the end; and write."""
+        new = (found.as_json(), self.evidence)
+        names = [f.name for f in fields(Case)]
+        for i, (row, _) in enumerate(self.rows):
+            if all(row[name] == new[0][name] for name in names):
+                self.rows[i] = new
+                break
+        else:
+            self.rows.append(new)
+        runs: list[dict[str, Any]] = []
+        for _, run in self.rows:
+            if run not in runs:
+                runs.append(run)
+        measurements = [{**row, "run": runs.index(run)} for row, run in self.rows]
+        document = {"runs": runs, "measurements": measurements}
+        write_atomically(self.path, (json.dumps(document, indent=1) + "\n").encode())

@@ -1,14 +1,18 @@
-"""A step of training as one CUDA graph: small networks spend their time on launches otherwise."""
+"""Many launches as one CUDA graph: small networks spend their time on launches otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["capture"]
+__all__ = ["as_graph", "capture"]
+
+T = TypeVar("T")
 
 
 def capture(
@@ -29,21 +33,32 @@ def capture(
 
     images, labels = images.clone(memory_format=torch.preserve_format), labels.clone()
     kept = [t.detach().clone() for t in changed()]
+    replay = as_graph(update, images, labels)
+    for tensor, value in zip_longest(changed(), kept):  # what the optimiser made meanwhile is 0
+        tensor.detach().copy_(value if value is not None else torch.zeros_like(tensor))
+    return replay
+
+
+def as_graph(function: Callable[..., T], *inputs: Tensor) -> Callable[..., T]:
+    """`function` for tensors of the shapes of `inputs`; each call overwrites these and its result.
+
+    What runs must not depend on values. It is called four times here, with `inputs`.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            update(images, labels)
+            function(*inputs)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        update(images, labels)
-    for tensor, value in zip_longest(changed(), kept):  # what the optimiser made meanwhile is 0
-        tensor.detach().copy_(value if value is not None else torch.zeros_like(tensor))
+        result = function(*inputs)
 
-    def replay(new_images: Tensor, new_labels: Tensor) -> None:
-        images.copy_(new_images)
-        labels.copy_(new_labels)
+    @wraps(function)  # and keep it: the graph reads what belongs to it
+    def replay(*new: Tensor) -> T:
+        for tensor, value in zip(inputs, new, strict=True):
+            tensor.copy_(value, non_blocking=True)
         graph.replay()
+        return result
 
     return replay

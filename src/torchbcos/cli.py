@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -298,35 +298,34 @@ if __name__ == "__main__":
     main()
 
 
-@app.command(epilog="Example: torchbcos bench --device cuda --out speed.json")
+@app.command(epilog="Example: torchbcos bench --device cuda --only training,captured")
 def bench(
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
-    compiled: Annotated[bool, typer.Option(help="Also with torch.compile.")] = True,
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Cases to measure, by words: ways, tasks, networks, eager, compiled, captured; "
+            "units=2, b=1.5, batch=64, …"
+        ),
+    ] = "",
     seconds: Annotated[float, typer.Option(help="For each measurement.", min=0.01)] = 0.5,
-    out: Annotated[Path, typer.Option(help="JSON file, written after each one.")] = Path(
-        "speed.json"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="JSON file, written after each one; results are added to it.")
+    ] = Path("speed.json"),
 ) -> None:
     """Time and memory of B-cos networks beside conventional ones, a floor, and the peer's."""
     import torch
 
     from torchbcos import bench as benchmark
-    from torchbcos.checkpoint import write_atomically
+    from torchbcos import bench_cases
 
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    document: dict[str, Any] = {
-        "evidence": {
-            "command": " ".join(["torchbcos", *sys.argv[1:]]),
-            **benchmark.evidence(device, dtype),
-        },
-        "measurements": [],
-    }
+    command = " ".join(["torchbcos", *sys.argv[1:]])
+    results = benchmark.Results(out, {"command": command, **benchmark.evidence(device, dtype)})
+    cases = bench_cases.select(bench_cases.suite(device.split(":")[0]), only)
     try:
-        for found in benchmark.bench(
-            benchmark.suite(device.split(":")[0], compiled), device, dtype, seconds
-        ):
-            document["measurements"].append(found.as_json())
-            write_atomically(out, (json.dumps(document, indent=1) + "\n").encode())
+        for found in benchmark.bench(cases, device, dtype, seconds):
+            results.add(found)
             output.print(found.words(), highlight=False, soft_wrap=True)
     except benchmark.BenchError as error:
         complain(str(error))

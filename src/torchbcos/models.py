@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock
 
 from torchbcos.convert import Conversion, Report, convert_network
 from torchbcos.encoding import check_images, check_values, encode
@@ -198,11 +199,12 @@ def create_model(
     strict: bool = True,
     **options: Any,
 ) -> BcosModel:
-    """A B-cos model by name: `cifar9`, `mini`, any torchvision classifier, or `timm/NAME`.
+    """A B-cos model by name: ours, any torchvision classifier, or `timm/NAME`.
 
-    `options` go to the architecture, as `growth_rate=22` to a DenseNet. `preset="paper"` sets the
-    paper's γ, T and b; otherwise call `calibrate` before training. `conventional/NAME` is the
-    network of that name as it was, to compare with.
+    Ours are `cifar9`, the paper's for CIFAR-10, `cifar_resnet` and `mini`. `options` go to the
+    architecture, as `growth_rate=22` to a DenseNet. `preset="paper"` sets the paper's γ, T and b;
+    otherwise call `calibrate` before training. `conventional/NAME` is the network of that name as
+    it was, to compare with.
 
     >>> model = create_model("cifar9", b=2.0, max_out=2, preset="paper")
     >>> model(torch.rand(1, 3, 32, 32)).shape
@@ -364,8 +366,36 @@ def _mini(num_classes: int, in_channels: int = 3, width: int = 32) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-_OURS: dict[str, Callable[..., nn.Module]] = {"cifar9": _cifar9, "mini": _mini}
-_SIZES = {"cifar9": 32, "mini": 48}
+def _cifar_resnet(
+    num_classes: int = 10, in_channels: int = 3, blocks: Sequence[int] = (3, 3, 3), width: int = 64
+) -> nn.Module:
+    """A residual network for small images: full resolution at first, halved before later stages."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(in_channels, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+    ]
+    before = width
+    for stage, count in enumerate(blocks):
+        after = width << stage
+        for block in range(count):
+            stride = 2 if stage and not block else 1
+            shortcut: nn.Module | None = None
+            if before != after:
+                convolution = nn.Conv2d(before, after, 1, stride, bias=False)
+                shortcut = nn.Sequential(convolution, nn.BatchNorm2d(after))
+            layers.append(BasicBlock(before, after, stride, shortcut))
+            before = after
+    pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(*layers, *pool, nn.Linear(before, num_classes))
+
+
+_OURS: dict[str, Callable[..., nn.Module]] = {
+    "cifar9": _cifar9,
+    "cifar_resnet": _cifar_resnet,
+    "mini": _mini,
+}
+_SIZES = {"cifar9": 32, "cifar_resnet": 32, "mini": 48}
 _CONVENTIONAL = "conventional/"
 _USUAL = {"b": 2.0, "max_out": 2, "norm": None, "head": "conv", "strict": True}
 

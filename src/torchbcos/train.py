@@ -220,7 +220,7 @@ class _Run:
         pieces = list(zip(images.chunk(c.accumulate), labels.chunk(c.accumulate), strict=True))
         step_loss = torch.zeros_like(state.loss)
         for i, (part, its_labels) in enumerate(pieces):
-            with self._synchronised_by(i == len(pieces) - 1):
+            with self._backward_by(i == len(pieces) - 1):
                 outputs = self.forward(part)
                 loss = self._criterion(outputs, its_labels) / c.accumulate
                 self.fabric.backward(loss)
@@ -239,11 +239,15 @@ class _Run:
         self.stepper.zero_grad()
         state.average(c.ema)
 
-    def _synchronised_by(self, last: bool) -> Any:
-        """Several processes share their gradients once, with the last piece of a batch."""
-        if last or self.fabric.world_size == 1:
-            return nullcontext()
-        return self.fabric.no_backward_sync(self.wrapped)
+    def _backward_by(self, last: bool) -> Any:
+        """Several processes share their gradients once, with the last piece of a batch.
+
+        A single one does all in this thread: layers with a backward pass in Python would fight for
+        the interpreter's lock otherwise.
+        """
+        if self.fabric.world_size == 1:
+            return torch.autograd.set_multithreading_enabled(False)
+        return nullcontext() if last else self.fabric.no_backward_sync(self.wrapped)
 
     def _criterion(self, outputs: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
         main, *others = outputs if isinstance(outputs, tuple) else (outputs,)

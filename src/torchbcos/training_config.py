@@ -35,7 +35,7 @@ class TrainConfig:
     optimiser: str = "adam"  # adam, adamw or sgd
     lr: float = 1e-3
     lr_end: float = 1e-5
-    schedule: str = "cosine"  # or "step": ÷10 at each milestone
+    schedule: str = "cosine"  # or "quarter-cosine", or "step": ÷10 at each milestone
     milestones: tuple[float, ...] = ()  # epochs
     warmup: float = 0  # epochs of linear increase
     warmup_lr: float = 1e-5  # where it begins
@@ -44,6 +44,7 @@ class TrainConfig:
     augment: tuple[str, ...] = ("flip", "padded_crop")
     crop_area: float = 0.25  # the smallest share of an image that resized_crop keeps
     magnitude: float = 9.0  # of rand_augment, of 30
+    operations: int = 2  # of rand_augment, on each image
     label_smoothing: float = 0.0
     auxiliary_weight: float = 1.0
     ema: float = 0.0  # decay of the averaged weights; 0 for none
@@ -69,13 +70,13 @@ class TrainConfig:
             "preset": ("", "paper"),
             "bad": ("fail", "skip"),
             "optimiser": ("adam", "adamw", "sgd"),
-            "schedule": ("cosine", "step"),
+            "schedule": ("cosine", "quarter-cosine", "step"),
             "precision": ("32-true", "bf16-mixed", "16-mixed"),
         }
         for name, values in choices.items():
             if getattr(self, name) not in values:
                 refuse(name, " or ".join(map(repr, values)))
-        for name in ("batch", "accumulate", "test_every"):
+        for name in ("batch", "accumulate", "operations", "test_every"):
             if getattr(self, name) < 1:
                 refuse(name, "at least 1")
         for name in ("epochs", "lr", "crop_area", "test_part"):
@@ -113,8 +114,12 @@ class TrainConfig:
             return self.warmup_lr + (self.lr - self.warmup_lr) * epoch / self.warmup
         if self.schedule == "step":
             return float(self.lr * 0.1 ** sum(epoch >= m for m in self.milestones))
-        done = (epoch - self.warmup) / max(self.epochs - self.warmup, 1e-9)
-        return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * min(done, 1))) / 2
+        done = min((epoch - self.warmup) / max(self.epochs - self.warmup, 1e-9), 1)
+        if self.schedule == "quarter-cosine":  # slow at first, as in the authors' code
+            left = math.cos(math.pi / 2 * done)
+        else:
+            left = (1 + math.cos(math.pi * done)) / 2
+        return self.lr_end + (self.lr - self.lr_end) * left
 
 
 def _is_number(value: object) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,9 +45,8 @@ def bcos_linear(
 ) -> Tensor:
     """See `reference.bcos_linear`."""
     if _holds_plainly(hold) and _fusible(x, weight):
-        from torchbcos.ops import triton
-
-        return triton.bcos_linear(x, weight, b, max_out, scale, hold)
+        fused: Tensor = _twin("triton").bcos_linear(x, weight, b, max_out, scale, hold)
+        return fused
     return reference.bcos_linear(x, weight, b, max_out, scale, hold)
 
 
@@ -61,18 +63,14 @@ def bcos_conv(
     hold: Hold | None,
 ) -> Tensor:
     """See `reference.bcos_conv`."""
-    fused = groups == 1 and _holds_plainly(hold)
-    if fused and weight.dim() < 5 and _fusible(x, weight):
-        from torchbcos.ops import triton
-
-        if weight.dim() == 4:
-            return triton.bcos_conv(
-                x, weight, stride, padding, dilation, 1, b, max_out, scale, hold
-            )
-        flat, rows, geometry = x[:, :, None], weight[:, :, None], ((1, *stride), (0, *padding))
-        return triton.bcos_conv(
-            flat, rows, *geometry, (1, *dilation), 1, b, max_out, scale, hold
-        ).squeeze(2)
+    dims = weight.dim() - 2
+    if groups == 1 and dims < 3 and _holds_plainly(hold) and _fusible(x, weight):
+        bcos_conv = _twin("triton").bcos_conv
+        if dims == 1:
+            x, weight = x[:, :, None], weight[:, :, None]
+            stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
+        out: Tensor = bcos_conv(x, weight, stride, padding, dilation, 1, b, max_out, scale, hold)
+        return out.squeeze(2) if dims == 1 else out
     return reference.bcos_conv(
         x, weight, stride, padding, dilation, groups, b, max_out, scale, hold
     )
@@ -83,38 +81,50 @@ def avg_pool2d(
 ) -> Tensor:
     """Means over patches, with the zeros of the padding counted."""
     if x.dim() == 4 and _fusible(x):
-        from torchbcos.ops import triton_maps
-
-        return triton_maps.avg_pool2d(x, kernel, stride, padding)
+        fused: Tensor = _twin("triton_maps").avg_pool2d(x, kernel, stride, padding)
+        return fused
     return F.avg_pool2d(x, kernel, stride, padding)
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b."""
     if a.dim() == 4 and a.shape == b.shape and a.dtype == b.dtype and _fusible(a, b):
-        from torchbcos.ops import triton_maps
-
-        return triton_maps.add(a, b)
+        fused: Tensor = _twin("triton_maps").add(a, b)
+        return fused
     return a + b
 
 
-def _fusible(*tensors: Tensor) -> bool:
+@cache
+def _twin(name: str) -> Any:
+    """The module of this name, imported when it is first needed."""
+    return import_module(f"torchbcos.ops.{name}")
+
+
+def _fusible(x: Tensor, other: Tensor | None = None) -> bool:
     """Whether the fused kernels know these tensors here.
 
     They do not know float64, subclasses of tensors, transforms such as vmap, forward-mode
     derivatives, and devices other than the current one; a compiler fuses the reference by itself.
     """
-    for t in tensors:
-        if not t.is_cuda or t.dtype not in _FUSED_DTYPES or type(t) not in _PLAIN or not t.numel():
-            return False
-        if t.device.index != torch._C._cuda_getDevice():
-            return False
     return (
-        _HAS_TRITON
+        x.is_cuda
+        and _HAS_TRITON
         and not torch.compiler.is_compiling()
+        and _is_known(x)
+        and (other is None or _is_known(other))
         and forward_ad._current_level < 0
         and torch._C._functorch.maybe_current_level() is None
         and not torch._C._get_tracing_state()
+    )
+
+
+def _is_known(t: Tensor) -> bool:
+    return (
+        t.is_cuda
+        and t.dtype in _FUSED_DTYPES
+        and type(t) in _PLAIN
+        and t.numel() > 0
+        and t.get_device() == torch._C._cuda_getDevice()
     )
 
 

@@ -6,6 +6,7 @@ A `Launch` fixes all but the tensors; the functions that make one are cached by 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +17,23 @@ from torch import Tensor
 __all__ = [
     "Launch",
     "by_pixels",
-    "empty_map",
+    "dense_stride",
+    "empty",
     "layout",
+    "lies_by_pixels",
     "remember_squares",
     "remembered_squares",
     "tile",
 ]
 
 Shape = tuple[int, ...]
+
+_guards: Any = torch._C._dynamo.guards
+#: (size, stride, dtype) → a tensor on the current device, in a third of `torch.empty_strided`'s
+#: time; what Inductor's compiled code calls.
+empty: Callable[[Shape, Shape, torch.dtype], Tensor] = (
+    _guards._empty_strided_cuda if torch.cuda.is_available() else _guards._empty_strided_cpu
+)
 
 
 class Launch:
@@ -35,24 +45,40 @@ class Launch:
     def __init__(self, kernel: Any, programs: int, *rest: Any) -> None:
         self._kernel, self._grid, self._rest = kernel, (programs, 1, 1), rest
         self._device = 0
-        self._between: tuple[Any, ...] = ()
         self._start: Callable[..., None] | None = None
+        self._between: tuple[Any, ...] = ()  # the stream and the pointers, for `_start`
+        self._packed = False  # whether `_start` takes the kernel's arguments as one tuple
 
     def __call__(self, *tensors: Tensor) -> None:
-        if self._start is None:
-            made = self._kernel[self._grid](*tensors, *self._rest)
-            if made is not None:  # the interpreter makes nothing
-                self._device = tensors[0].device.index
-                # function, metadata, and no hooks: what stands between the stream and the arguments
-                self._between = (made.function, made.packed_metadata, None, None, None)
-                self._start = made.run
+        start = self._start
+        if start is None:
+            self._first(tensors)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        pointers = [t.data_ptr() for t in tensors]
-        try:
-            self._start(*self._grid, stream, *self._between, *pointers, *self._rest)
-        except TypeError:  # a Triton that starts its kernels in another way
-            self._kernel[self._grid](*tensors, *self._rest)
+        if self._packed:
+            arguments = (*map(Tensor.data_ptr, tensors), *self._rest)
+            start(*self._grid, stream, *self._between, arguments)
+        else:
+            start(*self._grid, stream, *self._between, *map(Tensor.data_ptr, tensors), *self._rest)
+
+    def _first(self, tensors: tuple[Tensor, ...]) -> None:
+        """Let Triton compile and launch, and learn what its launcher calls in the end."""
+        made = self._kernel[self._grid](*tensors, *self._rest)
+        if made is None or not hasattr(made.run, "launch"):  # as the interpreter
+            return
+        seen: list[tuple[Any, ...]] = []
+        launcher = copy.copy(made.run)
+        launcher.launch = lambda *arguments: seen.append(arguments)
+        stream, own = object(), (*map(Tensor.data_ptr, tensors), *self._rest)
+        launcher(*self._grid, stream, made.function, made.packed_metadata, None, None, None, *own)
+        (called,) = seen
+        before = len(self._grid) + 1
+        if called[:before] == (*self._grid, stream):
+            self._device, self._packed = tensors[0].device.index, called[-1] == own
+            if self._packed:
+                self._between, self._start = called[before:-1], made.run.launch
+            elif called[-len(own) :] == own:
+                self._between, self._start = called[before : -len(own)], made.run.launch
 
 
 def tile(pixels: int, channels: int) -> tuple[int, int, int]:
@@ -67,23 +93,22 @@ def layout(shape: Shape, stride: Shape) -> tuple[int, int, int]:
     return stride[0], stride[3] if shape[3] > 1 else stride[2], stride[1]
 
 
+def lies_by_pixels(shape: Shape, stride: Shape) -> bool:
+    """Whether the pixels of each image follow each other at one stride."""
+    return shape[2] == 1 or shape[3] == 1 or stride[2] == shape[3] * stride[3]
+
+
 def by_pixels(x: Tensor) -> Tensor:
     """`x` itself where its pixels follow each other at one stride from an even start, or a copy."""
-    _, _, height, width = x.shape
-    _, _, down, right = x.stride()
-    if (height == 1 or width == 1 or down == width * right) and not x.data_ptr() & 15:
+    if lies_by_pixels(x.shape, x.stride()) and not x.data_ptr() & 15:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def empty_map(like: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
-    """A map of other channels in the memory format of `like`."""
-    n, _, h, w = like.shape
-    last = like.stride(1) == 1
-    strides = (
-        (h * w * channels, 1, w * channels, channels) if last else (h * w * channels, h * w, w, 1)
-    )
-    return torch.empty_strided((n, channels, h, w), strides, dtype=dtype, device=like.device)
+def dense_stride(shape: Shape, like: Shape) -> Shape:
+    """The stride of a new map in the memory format of one with the stride `like`."""
+    _, c, h, w = shape
+    return (h * w * c, 1, w * c, c) if like[1] == 1 else (h * w * c, h * w, w, 1)
 
 
 _SQUARES = "_bcos_squares"  # the attribute of a map that holds its Σ x² and the version it is of

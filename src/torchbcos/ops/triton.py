@@ -12,9 +12,10 @@ float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,10 @@ from torchbcos.ops.launch import (
     Launch,
     Shape,
     by_pixels,
-    empty_map,
+    dense_stride,
+    empty,
     layout,
+    lies_by_pixels,
     remember_squares,
     remembered_squares,
     tile,
@@ -35,83 +38,113 @@ from torchbcos.ops.launch import (
 
 __all__ = ["bcos_conv", "bcos_linear"]
 
-
-class _Transform(NamedTuple):
-    """What a layer does, apart from its tensors."""
-
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-    b: float
-    units: int
-    scale: float
-    frozen: bool  # explanation mode: the factor is a constant
-
-
 _convolution_backward = torch.ops.aten.convolution_backward.default
+Pair = tuple[int, int]
 
 
 class _Layer:
-    """A transform of tensors of given shapes, strides, types and device, with all its launches."""
+    """The transform of tensors of given sizes, strides, types and device, with all its launches.
+
+    Whatever does not depend on values is found here once, because a network of small layers waits
+    for the host.
+    """
 
     def __init__(
-        self, t: _Transform, x: Shape, x_stride: Shape, weight: Shape, row: int, *_: Any
+        self,
+        x: Shape,
+        x_stride: Shape,
+        dtype: torch.dtype,
+        weight: Shape,
+        weight_stride: Shape,
+        weight_dtype: torch.dtype,
+        device: int,
+        stride: Pair,
+        padding: Pair,
+        dilation: Pair,
+        b: float,
+        units: int,
+        scale: float,
+        frozen: bool,  # explanation mode: the factor is a constant
     ) -> None:
-        self.t, self.x, self.x_stride = t, x, x_stride
+        self.x, self.x_stride, self.dtype = x, x_stride, dtype
+        self.weight, self.weight_stride = tuple(weight), weight_stride
+        self.weight_dtype = weight_dtype
+        self.geometry = (stride, padding, dilation)
+        self.b, self.units, self.scale, self.frozen = b, units, scale, frozen
+        self.takes_all = lies_by_pixels(x, x_stride) and _rows_are_dense(weight, weight_stride)
         self.is_linear = len(weight) == 2
         self.taps = (1, 1) if self.is_linear else weight[2:]
-        self.channels = weight[0] // t.units
-        quarters = 4 * (t.b - 1)  # such exponents need no logarithm
+        quarters = 4 * (b - 1)  # such exponents need no logarithm
         self.quarters = int(quarters) if quarters in range(13) else -1
-        rows = (weight[0], row, self.channels, t.units, min(triton.next_power_of_2(row), 4096))
+        self.norms_matter = self.quarters != 0 and not frozen  # to the gradient by x
+        self.rows_grad_is_reused = units == 1 and dtype == weight_dtype
+        self.in_pixels = _pixels(x)
+        row = math.prod(weight[1:])
+        rows = (weight[0], row, weight[0] // units, units, min(triton.next_power_of_2(row), 4096))
         self.unit_rows = Launch(kernels.unit_rows, *rows)
         self.unit_rows_backward = Launch(kernels.unit_rows_backward, *rows)
-        self.sum_of_squares = self._over(kernels.sum_of_squares, x, [x_stride])
-        self._made: dict[Any, Launch] = {}
-
-    def _over(self, kernel: Any, shape: Shape, strides: Sequence[Shape], *rest: Any) -> Launch:
-        """`kernel` over the pixels of maps [N, C, H, W]."""
-        places = shape[2] * shape[3]
-        programs, block_m, block_c = tile(shape[0] * places, shape[1])
-        layouts = [number for stride in strides for number in layout(shape, stride)]
-        return Launch(
-            kernel, programs, shape[0] * places, places, *layouts, *rest, shape[1], block_m, block_c
-        )
-
-    def _geometry(self, out: Shape) -> tuple[int, ...]:
-        return (*self.x[2:], *out[2:], *self.t.stride, *self.t.padding, *self.t.dilation)
+        self.sum_of_squares = _over(kernels.sum_of_squares, x, [x_stride])
+        self.lin_stride: Shape | None = None  # known when there is an output; see `_settled`
+        self._backward: dict[Any, Launch] = {}
+        self._add_norm_gradient: dict[Shape, Launch] = {}
 
     def forward(
         self, x: Tensor, sq: Tensor | None, weight: Tensor, keep: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """out, Σ out², and for the backward pass the rows, Σ x² and which unit won."""
-        t = self.t
-        rows = torch.empty_like(weight, dtype=x.dtype)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """out, and for the backward pass the rows, Σ x² and which unit won."""
+        rows = empty(self.weight, self.weight_stride, self.dtype)
         self.unit_rows(weight, rows)
         if self.is_linear:
             lin = F.linear(x[:, :, 0, 0], rows)[:, :, None, None]
         else:
-            lin = by_pixels(F.conv2d(x, rows, None, t.stride, t.padding, t.dilation))
-        n, _, h, w = lin.shape
-        out, winner = lin, lin
-        if t.units > 1:
-            out = empty_map(lin, self.channels, lin.dtype)
-            winner = torch.empty_like(out, dtype=torch.int8) if keep else out
+            lin = torch.conv2d(x, rows, None, *self.geometry)
+        if lin.stride() != self.lin_stride:
+            lin = self._settled(lin)
         if sq is None:
-            sq = torch.empty((n, *self.x[2:]), dtype=torch.float32, device=x.device)
+            sq = empty(*self.in_pixels, torch.float32)
             if self.quarters:
                 self.sum_of_squares(x, sq)
-        squares = sq.new_empty((n, h, w))
-        key = (lin.stride(), keep)
-        launch = self._made.get(key)
-        if launch is None:
-            launch = self._made[key] = self._over(
-                kernels.forward, out.shape, [lin.stride(), out.stride()],
-                *self._geometry(out.shape), t.b, t.scale, *self.taps, t.units, self.quarters,
-                keep and t.units > 1,
+        squares = empty(*self.out_pixels, torch.float32)
+        if self.units == 1:
+            out, winner = lin, None
+            self.scale_units(lin, sq, out, squares, out)
+        else:
+            out = empty(*self.out, self.dtype)
+            if keep:
+                winner = empty(*self.out, torch.int8)
+                self.scale_and_keep(lin, sq, out, squares, winner)
+            else:
+                winner = None
+                self.scale_units(lin, sq, out, squares, out)
+        remember_squares(out, squares)
+        return out, rows, sq, winner
+
+    def _settled(self, lin: Tensor) -> Tensor:
+        """`lin` in the memory format that the first one had, and all that follows from that."""
+        n, channels, h, w = lin.shape
+        if self.lin_stride is None:
+            stride = lin.stride()
+            if not lies_by_pixels(lin.shape, stride):
+                stride = dense_stride(lin.shape, stride)
+            shape = (n, channels // self.units, h, w)
+            out_stride = stride if self.units == 1 else dense_stride(shape, stride)
+            self.out, self.out_pixels = (shape, out_stride), _pixels(shape)
+            self.lin_grad = (tuple(lin.shape), dense_stride(lin.shape, out_stride))
+            (self.scale_units, self.scale_and_keep) = (
+                _over(
+                    kernels.forward, shape, [stride, out_stride], *self._places(), self.b,
+                    self.scale, *self.taps, self.units, self.quarters, keep,
+                )
+                for keep in (False, True)
             )  # fmt: skip
-        launch(lin, sq, out, squares, winner)
-        return out, squares, rows, sq, winner
+            self.lin_stride = stride
+        if lin.stride() == self.lin_stride:
+            return lin
+        return empty(tuple(lin.shape), self.lin_stride, lin.dtype).copy_(lin)
+
+    def _places(self) -> tuple[int, ...]:
+        (shape, _), (stride, padding, dilation) = self.out, self.geometry
+        return (*self.x[2:], *shape[2:], *stride, *padding, *dilation)
 
     def backward(
         self,
@@ -121,24 +154,18 @@ class _Layer:
         out: Tensor,
         rows: Tensor,
         sq: Tensor,
-        winner: Tensor,
+        winner: Tensor | None,
         by_x: bool,
         by_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        t = self.t
-        norms = self.quarters != 0 and by_x and not t.frozen
-        grad = by_pixels(grad)
-        lin_grad = empty_map(out, self.channels * t.units, out.dtype)
-        sq_norm_grad = sq.new_empty((out.shape[0], *out.shape[2:])) if norms else sq
-        key = (grad.stride(), grad.dtype, norms)
-        launch = self._made.get(key)
-        if launch is None:
-            launch = self._made[key] = self._over(
-                kernels.backward, out.shape, [grad.stride(), out.stride(), lin_grad.stride()],
-                *self._geometry(out.shape), t.b, t.scale, *self.taps, t.units, self.quarters,
-                t.frozen, norms,
-            )  # fmt: skip
-        launch(grad, out, sq, winner, lin_grad, sq_norm_grad)
+        norms = by_x and self.norms_matter
+        launch = self._backward.get((grad.stride(), grad.dtype, norms))
+        if launch is None or grad.data_ptr() & 15:
+            grad = by_pixels(grad)
+            launch = self._launch_backward(grad, norms)
+        lin_grad = empty(*self.lin_grad, self.dtype)
+        sq_norm_grad = empty(*self.out_pixels, torch.float32) if norms else sq
+        launch(grad, out, sq, out if winner is None else winner, lin_grad, sq_norm_grad)
 
         x_grad: Tensor | None
         rows_grad: Tensor | None
@@ -148,27 +175,66 @@ class _Layer:
             rows_grad = flat.t() @ x[:, :, 0, 0] if by_weight else None
         else:
             x_grad, rows_grad, _ = _convolution_backward(
-                lin_grad, x, rows, None, t.stride, t.padding, t.dilation, False, (0, 0), 1,
+                lin_grad, x, rows, None, *self.geometry, False, (0, 0), 1,
                 (by_x, by_weight, False),
             )  # fmt: skip
         if norms:
             assert x_grad is not None
-            x_grad = by_pixels(x_grad)
-            launch = self._made.get(x_grad.stride())
+            launch = self._add_norm_gradient.get(x_grad.stride())
             if launch is None:
-                launch = self._made[x_grad.stride()] = self._over(
-                    kernels.add_norm_gradient, self.x, [x_grad.stride(), self.x_stride],
-                    *self._geometry(out.shape), *self.taps,
-                )  # fmt: skip
+                x_grad = by_pixels(x_grad)
+                launch = self._launch_add_norm_gradient(x_grad.stride())
             launch(x_grad, x, sq_norm_grad)
         if rows_grad is None:
             return x_grad, None
-        if rows_grad.stride() != weight.stride():
-            rows_grad = torch.empty_like(weight, dtype=rows_grad.dtype).copy_(rows_grad)
-        in_place = t.units == 1 and rows_grad.dtype == weight.dtype
-        weight_grad = rows_grad if in_place else torch.empty_like(weight)
+        if rows_grad.stride() != self.weight_stride:
+            rows_grad = empty(self.weight, self.weight_stride, self.dtype).copy_(rows_grad)
+        weight_grad = rows_grad
+        if not self.rows_grad_is_reused:
+            weight_grad = empty(self.weight, self.weight_stride, self.weight_dtype)
         self.unit_rows_backward(rows_grad, weight, weight_grad)
         return x_grad, weight_grad
+
+    def _launch_backward(self, grad: Tensor, norms: bool) -> Launch:
+        key = (grad.stride(), grad.dtype, norms)
+        if key not in self._backward:
+            shape, stride = self.out
+            self._backward[key] = _over(
+                kernels.backward, shape, [grad.stride(), stride, self.lin_grad[1]],
+                *self._places(), self.b, self.scale, *self.taps, self.units, self.quarters,
+                self.frozen, norms,
+            )  # fmt: skip
+        return self._backward[key]
+
+    def _launch_add_norm_gradient(self, stride: Shape) -> Launch:
+        if stride not in self._add_norm_gradient:
+            self._add_norm_gradient[stride] = _over(
+                kernels.add_norm_gradient, self.x, [stride, self.x_stride], *self._places(),
+                *self.taps,
+            )  # fmt: skip
+        return self._add_norm_gradient[stride]
+
+
+def _over(kernel: Any, shape: Shape, strides: Sequence[Shape], *rest: Any) -> Launch:
+    """`kernel` over the pixels of maps [N, C, H, W]."""
+    places = shape[2] * shape[3]
+    programs, block_m, block_c = tile(shape[0] * places, shape[1])
+    layouts = [number for stride in strides for number in layout(shape, stride)]
+    return Launch(
+        kernel, programs, shape[0] * places, places, *layouts, *rest, shape[1], block_m, block_c
+    )
+
+
+def _pixels(shape: Shape) -> tuple[Shape, Shape]:
+    """Size and stride of one number for each pixel, [N, H, W]."""
+    n, _, h, w = shape
+    return (n, h, w), (h * w, w, 1)
+
+
+def _rows_are_dense(weight: Shape, stride: Shape) -> bool:
+    """Whether a weight lies in order or, of a convolution, with its channels last."""
+    like = torch.empty_strided(weight, stride, device="meta")
+    return like.is_contiguous() or like.is_contiguous(memory_format=torch.channels_last)
 
 
 _layer = lru_cache(maxsize=4096)(_Layer)
@@ -184,17 +250,14 @@ def _nothing(device: torch.device) -> Tensor:
 
 class _Bcos(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, sq: Tensor | None, layer: _Layer, made: list[Tensor]
-    ) -> Tensor:
-        out, squares, rows, sq, winner = layer.forward(x, sq, weight, keep=True)
-        made.append(squares)  # not an output, to which autograd would bring a gradient of zeros
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sq: Tensor | None, layer: _Layer) -> Tensor:
+        out, rows, sq, winner = layer.forward(x, sq, weight, True)
         # As `.data`, so that changing the output in place is no error; `watch` has no content but
         # counts such changes.
         watch = out.detach()
         watch.data = _nothing(out.device)
         ctx.layer, ctx.watch = layer, watch
-        ctx.save_for_backward(x, weight, out.data, rows, sq, winner if layer.t.units > 1 else None)
+        ctx.save_for_backward(x, weight, out.data, rows, sq, winner)
         return out
 
     @staticmethod
@@ -204,11 +267,10 @@ class _Bcos(torch.autograd.Function):
         if by_x and by_weight:
             by_weight = _is_wanted(ctx.next_functions[1][0])
         if torch.is_grad_enabled() or ctx.watch._version:
-            by = _reference_backward(grad, x, weight, ctx.layer.t, by_x, by_weight)
+            by = _reference_backward(grad, x, weight, ctx.layer, by_x, by_weight)
         else:
-            winner = out if winner is None else winner
             by = ctx.layer.backward(grad, x, weight, out, rows, sq, winner, by_x, by_weight)
-        return *by, None, None, None
+        return *by, None, None
 
 
 def _is_wanted(node: Any) -> bool:
@@ -221,22 +283,20 @@ def _is_wanted(node: Any) -> bool:
 
 
 def _reference_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, t: _Transform, by_x: bool, by_weight: bool
+    grad: Tensor, x: Tensor, weight: Tensor, layer: _Layer, by_x: bool, by_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """For derivatives of derivatives, and for outputs that were overwritten."""
     create_graph = torch.is_grad_enabled()
     if not create_graph:
         x, weight = x.detach().requires_grad_(by_x), weight.detach().requires_grad_(by_weight)
-    hold = Tensor.detach if t.frozen else None
+    b, units, scale = layer.b, layer.units, layer.scale
+    hold = Tensor.detach if layer.frozen else None
     with torch.enable_grad():
         w = weight.to(x.dtype)
-        if weight.dim() == 2:
-            out = reference.bcos_linear(x[:, :, 0, 0], w, t.b, t.units, t.scale, hold)
-            out = out[:, :, None, None]
+        if layer.is_linear:
+            out = reference.bcos_linear(x[:, :, 0, 0], w, b, units, scale, hold)[:, :, None, None]
         else:
-            out = reference.bcos_conv(
-                x, w, t.stride, t.padding, t.dilation, 1, t.b, t.units, t.scale, hold
-            )
+            out = reference.bcos_conv(x, w, *layer.geometry, 1, b, units, scale, hold)
     wanted = [tensor for tensor, want in ((x, by_x), (weight, by_weight)) if want]
     found = iter(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
     return next(found) if by_x else None, next(found) if by_weight else None
@@ -259,8 +319,7 @@ def bcos_conv(
 ) -> Tensor:
     """As `reference.bcos_conv`; `hold` is None or detaches, `groups` is 1."""
     assert groups == 1
-    t = _Transform(stride, padding, dilation, b, max_out, scale, hold is not None)  # type: ignore[arg-type]
-    return _apply(x, weight, t)
+    return _apply(x, weight, stride, padding, dilation, b, max_out, scale, hold is not None)  # type: ignore[arg-type]
 
 
 def bcos_linear(
@@ -273,30 +332,42 @@ def bcos_linear(
 ) -> Tensor:
     """As `reference.bcos_linear`; `hold` is None or detaches."""
     one = (1, 1)
-    t = _Transform(one, (0, 0), one, b, max_out, scale, hold is not None)
-    out = _apply(x.reshape(-1, x.shape[-1])[:, :, None, None], weight, t)
+    flat = x.reshape(-1, x.shape[-1])[:, :, None, None]
+    out = _apply(flat, weight, one, (0, 0), one, b, max_out, scale, hold is not None)
     return out.reshape(*x.shape[:-1], -1)
 
 
-def _apply(x: Tensor, weight: Tensor, t: _Transform) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    rows_are_dense = weight.is_contiguous() or weight.is_contiguous(
-        memory_format=torch.channels_last
-    )
-    if not rows_are_dense or weight.data_ptr() & 15:
-        weight = weight.clone(memory_format=torch.contiguous_format)
+def _apply(
+    x: Tensor,
+    weight: Tensor,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    b: float,
+    units: int,
+    scale: float,
+    frozen: bool,
+) -> Tensor:
+    if torch.is_autocast_enabled("cuda"):
+        x = x.to(torch.get_autocast_dtype("cuda"))
     sq = remembered_squares(x)
-    x = by_pixels(x)
     # fmt: off
-    layer = _layer(t, x.shape, x.stride(), weight.shape, weight.stride(0),
-                   x.device, x.dtype, weight.dtype)
+    layer = _layer(x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype,
+                   x.get_device(), stride, padding, dilation, b, units, scale, frozen)
+    if not layer.takes_all or (x.data_ptr() | weight.data_ptr()) & 15:
+        x, weight = by_pixels(x), _by_rows(weight)
+        layer = _layer(x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype,
+                       x.get_device(), stride, padding, dilation, b, units, scale, frozen)
     # fmt: on
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        made: list[Tensor] = []
-        out: Tensor = _Bcos.apply(x, weight, sq, layer, made)
-        remember_squares(out, made[0])
+        out: Tensor = _Bcos.apply(x, weight, sq, layer)
     else:
-        out, squares, *_ = layer.forward(x, sq, weight, keep=False)
-        remember_squares(out, squares)
+        out, *_ = layer.forward(x, sq, weight, False)
     return out
+
+
+def _by_rows(weight: Tensor) -> Tensor:
+    """`weight` itself where its rows are dense and begin at an even place, or a copy."""
+    if _rows_are_dense(weight.shape, weight.stride()) and not weight.data_ptr() & 15:
+        return weight
+    return weight.clone(memory_format=torch.contiguous_format)

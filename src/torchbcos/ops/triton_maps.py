@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from torchbcos.ops import kernels
-from torchbcos.ops.launch import Launch, Shape, by_pixels, empty_map, layout, remember_squares, tile
+from torchbcos.ops.launch import (
+    Launch,
+    Shape,
+    by_pixels,
+    dense_stride,
+    empty,
+    layout,
+    remember_squares,
+    tile,
+)
 
 __all__ = ["add", "avg_pool2d"]
 
@@ -44,80 +53,80 @@ def _launch_add(shape: Shape, a: Shape, b: Shape, out: Shape, where: Any) -> Lau
 
 class _AveragePool(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, kernel: Pair, stride: Pair, padding: Pair, made: list[Tensor]
-    ) -> Tensor:
-        ctx.like, ctx.geometry = x.shape, (kernel, stride, padding)
-        ctx.channels_last = x.stride(1) == 1
-        n, c, h, w = x.shape
-        high, wide = (
-            (size + 2 * p - k) // s + 1
-            for size, k, s, p in zip((h, w), kernel, stride, padding, strict=True)
-        )
-        shape = (n, c, high, wide)
-        out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_format(x))
-        squares = torch.empty((n, high, wide), dtype=torch.float32, device=x.device)
-        where = (x.device.index, x.dtype)
-        _launch_average(
-            x.shape, x.stride(), out.shape, out.stride(), kernel, stride, padding, False, where
-        )(x, out, squares)
-        made.append(squares)
-        return out
+    def forward(ctx: Any, x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
+        ctx.like, ctx.geometry = (tuple(x.shape), x.stride()), (kernel, stride, padding)
+        return _average(x, kernel, stride, padding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kernel, stride, padding = ctx.geometry
+        (shape, stride), geometry = ctx.like, ctx.geometry
         if torch.is_grad_enabled():  # the pool is linear, so only the derivative by grad is asked
-            like = grad.new_empty(ctx.like)
-            by_x = torch.ops.aten.avg_pool2d_backward(
-                grad, like, kernel, stride, padding, False, True, None
+            x_grad = torch.ops.aten.avg_pool2d_backward(
+                grad, grad.new_empty(shape), *geometry, False, True, None
             )
-            return by_x, None, None, None, None
-        grad = by_pixels(grad)
-        x_grad = torch.empty(
-            ctx.like,
-            dtype=grad.dtype,
-            device=grad.device,
-            memory_format=torch.channels_last if ctx.channels_last else torch.contiguous_format,
-        )
-        where = (grad.device.index, grad.dtype)
-        _launch_average(
-            x_grad.shape, x_grad.stride(), grad.shape, grad.stride(), kernel, stride, padding,
-            True, where,
-        )(grad, x_grad)  # fmt: skip
-        return x_grad, None, None, None, None
+        else:
+            grad = by_pixels(grad)
+            dense = dense_stride(shape, stride)
+            x_grad = empty(shape, dense, grad.dtype)
+            where = (grad.get_device(), grad.dtype)
+            _launch_average(shape, dense, grad.shape, grad.stride(), *geometry, True, where)(
+                grad, x_grad
+            )
+        return x_grad, None, None, None
 
 
-def _format(x: Tensor) -> torch.memory_format:
-    return torch.channels_last if x.stride(1) == 1 else torch.contiguous_format
+def _average(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
+    n, c, *size = x.shape
+    h, w = (
+        (s + 2 * p - k) // d + 1 for s, k, d, p in zip(size, kernel, stride, padding, strict=True)
+    )
+    shape = (n, c, h, w)
+    out_stride = dense_stride(shape, x.stride())
+    out = empty(shape, out_stride, x.dtype)
+    squares = empty((n, h, w), (h * w, w, 1), torch.float32)
+    where = (x.get_device(), x.dtype)
+    _launch_average(x.shape, x.stride(), shape, out_stride, kernel, stride, padding, False, where)(
+        x, out, squares
+    )
+    remember_squares(out, squares)
+    return out
 
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, made: list[Tensor]) -> Tensor:
-        out = empty_map(a, a.shape[1], a.dtype)
-        squares = torch.empty((len(a), *a.shape[2:]), dtype=torch.float32, device=a.device)
-        where = (a.device.index, a.dtype)
-        _launch_add(a.shape, a.stride(), b.stride(), out.stride(), where)(a, b, out, squares)
-        made.append(squares)
-        return out
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return _sum(a, b)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+def _sum(a: Tensor, b: Tensor) -> Tensor:
+    shape, stride, dtype = tuple(a.shape), a.stride(), a.dtype
+    n, _, h, w = shape
+    out_stride = dense_stride(shape, stride)
+    out = empty(shape, out_stride, dtype)
+    squares = empty((n, h, w), (h * w, w, 1), torch.float32)
+    where = (a.get_device(), dtype)
+    _launch_add(shape, stride, b.stride(), out_stride, where)(a, b, out, squares)
+    remember_squares(out, squares)
+    return out
 
 
 def avg_pool2d(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
     """Means over patches, with the zeros of the padding counted."""
-    made: list[Tensor] = []
-    out: Tensor = _AveragePool.apply(by_pixels(x), kernel, stride, padding, made)
-    remember_squares(out, made[0])
-    return out
+    x = by_pixels(x)
+    if torch.is_grad_enabled() and x.requires_grad:
+        out: Tensor = _AveragePool.apply(x, kernel, stride, padding)
+        return out
+    return _average(x, kernel, stride, padding)
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b, of the same shape and type."""
-    made: list[Tensor] = []
-    out: Tensor = _Add.apply(by_pixels(a), by_pixels(b), made)
-    remember_squares(out, made[0])
-    return out
+    a, b = by_pixels(a), by_pixels(b)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        out: Tensor = _Add.apply(a, b)
+        return out
+    return _sum(a, b)

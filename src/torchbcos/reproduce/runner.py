@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_all_start_methods, get_context, parent_process
+from multiprocessing import forkserver, get_all_start_methods, get_context, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -85,9 +85,19 @@ def _start(trial: Trial, threads: int) -> BaseProcess:
     context: Any = get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(["lightning", __name__])
+        _start_server()
     process: BaseProcess = context.Process(target=_conduct, args=(trial, threads))
     process.start()
     return process
+
+
+def _start_server() -> None:
+    """Deaf to SIGTERM, which may be sent to a whole process group: its trials end by themselves."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _stop(running: Sequence[tuple[Trial, BaseProcess]]) -> list[Ended]:
@@ -112,6 +122,7 @@ def _conduct(trial: Trial, threads: int) -> None:
             os.dup2(log.fileno(), stream)
     for text in (sys.stdout, sys.stderr):
         text.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     try:
