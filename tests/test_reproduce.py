@@ -198,7 +198,7 @@ def test_from_images_to_results(run, colours, tmp_path):
 
 
 def test_what_was_killed_or_stopped_goes_on(colours, tmp_path):
-    it = trial("plain-b2", colours, tmp_path, "epochs=30")
+    it = trial("plain-b2", colours, tmp_path, "epochs=30", evidence={"command": "first"})
     metrics = it.folder / "metrics.jsonl"
 
     def epochs():
@@ -228,9 +228,13 @@ def test_what_was_killed_or_stopped_goes_on(colours, tmp_path):
     assert reached <= epochs() < 30
     assert not it.finished()
 
+    it = replace(it, evidence={"command": "last"})
     assert [e.code for e in run_all([it], 1, QUIET)] == [0]
     assert it.finished()
-    assert json.loads(it.result.read_text())["curve"]["epoch"] == list(range(1, 31))
+    found = json.loads(it.result.read_text())
+    assert found["curve"]["epoch"] == list(range(1, 31))
+    assert found["evidence"]["command"] == "first"
+    assert found["evidence_of_scores"]["command"] == "last"
     said = re.findall(r"^epoch +(\d+)\.0", it.log.read_text(), re.MULTILINE)
     # Only what came after the last state may have been told twice, by the process that was killed.
     assert len(said) - 30 <= 1

@@ -61,6 +61,7 @@ def reproduce(
     goes on where the last was stopped: what is finished is not run again.
     """
     from torchbcos.evidence import commit as source_commit
+    from torchbcos.evidence import without_home
     from torchbcos.reproduce import Trial, choose_study, pack, run_all
 
     about = choose_study(study)
@@ -79,7 +80,7 @@ def reproduce(
         raise ValueError(f"`--data` is missing: name a folder with {about.data}.")
     out = out or Path("out") / study
     evidence = {
-        "command": shlex.join(["torchbcos", *sys.argv[1:]]),
+        "command": without_home(shlex.join(["torchbcos", *sys.argv[1:]])),
         "commit": commit or source_commit(),
         "source": _source(),
         "side_by_side": jobs,

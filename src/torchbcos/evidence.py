@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["commit", "device_name"]
+__all__ = ["commit", "device_name", "without_home"]
 
 
 def commit() -> str:
@@ -24,6 +24,11 @@ def commit() -> str:
     if head.returncode:
         return "unknown"
     return head.stdout.strip() + (" with changes in src" if changed.returncode else "")
+
+
+def without_home(words: str) -> str:
+    """A path or command with ~ for the folder of whoever ran it."""
+    return words.replace(f"{Path.home()}/", "~/")
 
 
 def device_name(device: torch.device | str) -> str:

@@ -89,10 +89,17 @@ def evidence(found: Results) -> str:
         rows.append([
             f"`{name}`", d["recipe"], str(e["seed"]), f"{d['config']['epochs']:g}", minutes(r),
             f"{d['seconds']['localisation'] / 60:.1f} min", e["hardware"],
-            str(e.get("side_by_side", "")), e["torch"], e.get("commit", "unknown"),
+            str(e.get("side_by_side", "")), e["torch"], e.get("commit", "unknown")[:7],
             e.get("source", ""),
         ])  # fmt: skip
-    commands = sorted({r.document["evidence"].get("command", "unknown") for r in found.values()})
+    commands = sorted(
+        {
+            r.document[of].get("command", "unknown")
+            for r in found.values()
+            for of in ("evidence", "evidence_of_scores")
+            if of in r.document
+        }
+    )
     ran = "\n".join(["```", *commands, "```"])
     words = (
         "Times are those of a process that shared the device with as many others as “side by side” "

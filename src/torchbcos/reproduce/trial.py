@@ -22,6 +22,7 @@ from torchbcos.baseline import to_explain
 from torchbcos.checkpoint import load, save, write_atomically
 from torchbcos.data import ImageSet, open_data
 from torchbcos.evaluate import evaluate
+from torchbcos.evidence import without_home
 from torchbcos.localise_run import Game, MethodScores, play
 from torchbcos.models import BcosModel
 from torchbcos.posthoc import METHODS
@@ -108,6 +109,11 @@ class Trial:
         """Train or go on training, then measure; the result is written after every measurement."""
         self.result.parent.mkdir(parents=True, exist_ok=True)
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        of_scores = {**_machine(device), **(self.evidence or {}), "seed": self.config.seed}
+        path = self.folder / "evidence.json"  # of the training, which other commands may score
+        if not path.exists():
+            _write(path, of_scores)
+        of_training = json.loads(path.read_text())
         model = self._trained(console).to(device)
         tf32 = self.config.tf32  # also where the training was in another process
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
@@ -127,9 +133,11 @@ class Trial:
                 "methods": {},
             },
             "curve": self._curve(),
-            "config": self._settings(),
-            "evidence": {**_machine(device), **(self.evidence or {}), "seed": self.config.seed},
+            "config": {**self._settings(), "data": without_home(self.data)},
+            "evidence": of_training,
         }
+        if of_scores != of_training:
+            document["evidence_of_scores"] = of_scores
         document["seconds"] = {"training": document["curve"]["seconds"][-1], "localisation": 0.0}
         if self.experiment.bundle:
             document["bundle"] = self._bundle(model, images)
@@ -149,7 +157,7 @@ class Trial:
     def _bundle(self, model: BcosModel, images: ImageSet) -> dict[str, Any]:
         """The weights in float16 below `out`, and how good the model is with them."""
         path = self.out / f"{self.experiment.bundle}.safetensors"
-        model.provenance["config"]["data"] = self.data
+        model.provenance["config"]["data"] = without_home(self.data)
         save(model, path, half=True)
         accuracy, loss = evaluate(load(path).to(images.labels.device), images)
         return {"name": path.stem, "bytes": path.stat().st_size, "accuracy": accuracy, "loss": loss}
