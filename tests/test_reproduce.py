@@ -208,6 +208,7 @@ def test_what_was_killed_or_stopped_goes_on(colours, tmp_path):
         while epochs() < count:
             time.sleep(0.02)
 
+    forkserver._forkserver._stop()  # that of other tests
     process = _start(it, 1)
     after(2)
     process.kill()
