@@ -209,6 +209,7 @@ def test_a_streamed_training_resumes_to_the_same_weights_and_draws(folder, tmp_p
 
 
 def _train_with_killed_readers(settings, out):
+    multiprocessing.set_start_method("fork", force=True)  # as usual; this one came from a server
     advance = train._Run.advance
 
     def kill_readers(run, *batch):
