@@ -31,9 +31,7 @@ class Measurement:
     case: Case
     milliseconds: float  # median over groups of steps
     spread: float  # (largest - smallest) / median
-    busy_milliseconds: (
-        float | None
-    )  # the sum of the device's kernels; the rest is waiting for the host
+    busy_milliseconds: float | None  # sum of the device's kernels; else it waits for the host
     peak_mib: float | None  # captured: all that stays reserved while the graph exists
 
     def words(self) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from torchbcos.checkpoint import write_atomically
 from torchbcos.plots import accuracy_and_localisation, score_boxes
-from torchbcos.reproduce.cifar10 import EXPERIMENTS
+from torchbcos.reproduce.cifar10 import EXPERIMENTS, SEEDS
 from torchbcos.reproduce.results import Result, Results, read_results
 from torchbcos.reproduce.tables import (
     MISSING,
@@ -163,7 +163,7 @@ def _calibrated(found: Results) -> str:
 
 def _seeds(found: Results) -> str:
     rows = []
-    for name in ("plain-b2", "maxout-b2"):
+    for name in SEEDS:
         names = [n for n in EXPERIMENTS if n == name or n.startswith(f"{name}-seed")]
         results = [found[n] for n in names if n in found]
         each = ", ".join(accuracy(found.get(n)) for n in names)
