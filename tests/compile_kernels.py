@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchbcos.ops import kernels
+from torchbcos.ops import kernels, norm_kernels
 
 CONSTANTS = {
     "TAPS_H": 3,
@@ -18,13 +18,18 @@ CONSTANTS = {
     "KEEP": True,
     "FROZEN": False,
     "NORMS": True,
+    "HAS_WEIGHT": True,
+    "HAS_BIAS": True,
 }
 VARIANTS = [{"UNITS": u, "QUARTERS": q} for u, q in ((1, -1), (2, 0), (1, 4), (2, 7))]
 POINTERS = {
     "weight", "rows", "grad_rows", "grad", "x", "sq", "a", "out", "out_sq", "lin",
-    "lin_grad", "sq_norm_grad", "x_grad",
+    "lin_grad", "sq_norm_grad", "x_grad", "parts", "sums", "mean", "variance", "inverse", "bias",
 }  # fmt: skip
-FLOAT32 = {"sq", "out_sq", "sq_norm_grad"}
+FLOAT32 = {
+    "sq", "out_sq", "sq_norm_grad", "parts", "sums", "mean", "variance", "inverse", "weight",
+    "bias",
+}  # fmt: skip
 
 
 def signature(kernel, constants):
@@ -38,7 +43,7 @@ def signature(kernel, constants):
             kinds[name] = "*fp32"
         elif name in POINTERS or (name == "b" and kernel is kernels.add):
             kinds[name] = "*bf16"
-        elif name in ("b", "scale"):
+        elif name in ("b", "scale", "eps"):
             kinds[name] = "fp32"
         else:
             kinds[name] = "i32"
@@ -46,7 +51,7 @@ def signature(kernel, constants):
 
 
 def main():
-    for kernel in vars(kernels).values():
+    for kernel in (*vars(kernels).values(), *vars(norm_kernels).values()):
         if not isinstance(kernel, triton.runtime.JITFunction) or kernel.fn.__name__[0] == "_":
             continue
         names = list(inspect.signature(kernel.fn).parameters)

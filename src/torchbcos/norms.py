@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchbcos.functional import add_offset, hold, in_explanation_mode
-from torchbcos.ops import accumulation_dtype
+from torchbcos.ops import accumulation_dtype, fused_batch_norm, fused_scale
 
 __all__ = [
     "UncentredBatchNorm1d",
@@ -88,14 +88,27 @@ class _UncentredBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
+        if in_explanation_mode():
+            return self._plainly(input)[0]
+        given = None if self.training else self.running_var
+        if given is not None:
+            out = fused_scale(input, given, self.weight, self.bias, self.eps)
+            return self._plainly(input)[0] if out is None else out
+        out, variance = fused_batch_norm(input, self.weight, self.bias, self.eps) or self._plainly(
+            input
+        )
+        if self.training and self.running_var is not None:
+            self._track(variance.detach().flatten(), input.numel() // input.shape[1])
+        return out
+
+    def _plainly(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """The output and the variance that made it, for every device and mode."""
         per_channel = (1, -1) + (1,) * (input.dim() - 2)
         if self.training or self.running_var is None:
             variance = _variance(input, [0, *range(2, input.dim())])
-            if self.training and self.running_var is not None and not in_explanation_mode():
-                self._track(variance.detach().flatten(), input.numel() // input.shape[1])
         else:
             variance = self.running_var.view(per_channel)
-        return _normalise(input, variance, self.eps, self.weight, self.bias, per_channel)
+        return _normalise(input, variance, self.eps, self.weight, self.bias, per_channel), variance
 
     def _track(self, variance: Tensor, count: int) -> None:
         assert self.running_var is not None

@@ -34,6 +34,8 @@ __all__ = [
     "bcos_linear",
     "bcos_scale",
     "box_sum",
+    "fused_batch_norm",
+    "fused_scale",
     "multiply",
     "sum_of_squares",
     "unit_rows",
@@ -92,6 +94,34 @@ def add(a: Tensor, b: Tensor) -> Tensor:
         fused: Tensor = _twin("triton_maps").add(a, b)
         return fused
     return a + b
+
+
+def fused_batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor] | None:
+    """x / √(var + eps) · weight + bias and the variance, where there is a kernel for it."""
+    if x.dim() != 4 or not (_fusible(x) and _are_fusible(weight, bias)):
+        return None
+    fused: tuple[Tensor, Tensor] = _twin("triton_norms").batch_norm(x, weight, bias, eps)
+    return fused
+
+
+def fused_scale(
+    x: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor | None:
+    """The same with a given variance, where there is a kernel for it and nothing is to learn."""
+    learns = any(t is not None and t.requires_grad for t in (x, weight, bias))
+    if x.dim() != 4 or (learns and torch.is_grad_enabled()):
+        return None
+    if not (_fusible(x) and _are_fusible(weight, bias)):
+        return None
+    inverse = (variance.float() + eps).rsqrt()
+    fused: Tensor = _twin("triton_norms").scale(x, inverse, weight, bias)
+    return fused
+
+
+def _are_fusible(*parameters: Tensor | None) -> bool:
+    return all(p is None or _is_known(p) for p in parameters)
 
 
 @cache
