@@ -186,6 +186,27 @@ def test_a_loss_that_is_not_finite_ends_with_step_and_layer(little_data, tmp_pat
         train.train(config(), tmp_path, console=QUIET)
 
 
+def test_averaged_weights_forget_the_start(tmp_path, monkeypatch):
+    seen, advance = [], train._Run.advance
+
+    def note(run, *batch):
+        if not seen:
+            seen.append(weights(run.state.model))
+        advance(run, *batch)
+        seen.append(weights(run.state.model))
+
+    monkeypatch.setattr(train, "open_data", lambda *_, **__: few_shapes())
+    monkeypatch.setattr(train._Run, "advance", note)
+    made = weights(train.train(config(ema=0.6), tmp_path, console=QUIET))
+    average, *steps = seen
+    for t, new in enumerate(steps, 1):
+        decay = min(0.6, (1 + t) / (10 + t))
+        average = {k: decay * average[k] + (1 - decay) * new[k] for k in new}
+    assert len(steps) == 9
+    for name, value in average.items():
+        torch.testing.assert_close(made[name], value)
+
+
 def test_the_learning_rate_follows_its_schedule():
     cosine = config(epochs=10, lr=1.0, lr_end=0.0, warmup=2, warmup_lr=0.0)
     assert [cosine.lr_at(e) for e in (0, 1, 2, 6, 10)] == pytest.approx([0, 0.5, 1, 0.5, 0])

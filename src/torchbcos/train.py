@@ -237,7 +237,7 @@ class _Run:
             self.fabric.clip_gradients(self.wrapped, self.stepper, max_norm=c.clip)
         self.stepper.step()
         self.stepper.zero_grad()
-        state.average(c.ema)
+        state.average(c.ema, self.watch.step)
 
     def _backward_by(self, last: bool) -> Any:
         """Several processes share their gradients once, with the last piece of a batch.

@@ -92,11 +92,14 @@ class TrainingState:
         self.step, self.metrics = about["step"], about["metrics"]
         self.started = time.monotonic() - about["seconds"]
 
-    def average(self, decay: float) -> None:
+    def average(self, decay: float, step: Tensor) -> None:
+        """After the optimiser's `step`, from 1; the first ones count more, lest the start stays."""
         if self.averaged:
             with torch.no_grad():
-                own = _shards(self.model.parameters())
-                torch._foreach_lerp_(_shards(self.averaged), own, 1 - decay)
+                averaged = _shards(self.averaged)
+                moved = torch._foreach_sub(_shards(self.model.parameters()), averaged)
+                torch._foreach_mul_(moved, (9 / (10 + step)).clamp(min=1 - decay))
+                torch._foreach_add_(averaged, moved)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
