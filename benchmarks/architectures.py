@@ -68,7 +68,8 @@ TIMM_OTHERS = """
 
 
 def all_names() -> list[str]:
-    torchvision_names = [n for n in tb.list_models() if n not in PAPER]
+    every = torchvision.models.list_models(module=torchvision.models)
+    torchvision_names = [n for n in every if n not in PAPER]
     return [*PAPER, *torchvision_names, *(f"timm/{n}" for n in [*TIMM_CNNS, *TIMM_OTHERS])]
 
 
