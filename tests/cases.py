@@ -1,11 +1,13 @@
 """Random layers for hypothesis, and the small helpers that several test files share."""
 
 import contextlib
+import itertools
 import sys
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from PIL import Image
 
 import torchbcos as tb
 from oracle import Layer
@@ -114,3 +116,17 @@ def conv_cases(draw):
     seed = draw(st.integers(0, 2**32 - 1))
     x = random(seed, draw(st.integers(1, 2)), groups * channels, *size)
     return x, random(seed + 1, *weight_shape), arguments
+
+
+def draw_colours(root, parts, names, size):
+    """Folders of ten classes, each of one colour; `parts` by name: images of a class."""
+    noise = np.random.default_rng(0)
+    of_class = [*itertools.product((0, 255), repeat=3), (255, 128, 0), (0, 128, 255)]
+    for part, count in parts.items():
+        for name, colour in zip(names, of_class, strict=True):
+            (root / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = np.array(colour) + noise.integers(-20, 21, (size, size, 3))
+                picture = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+                picture.save(root / part / name / f"{i}.png")
+    return root

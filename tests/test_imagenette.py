@@ -1,6 +1,5 @@
 """`torchbcos reproduce imagenette`: its experiments, inner units, bundle and page."""
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -12,7 +11,7 @@ from PIL import Image
 from rich.console import Console
 
 import torchbcos as tb
-from cases import caller
+from cases import caller, draw_colours
 from torchbcos import checkpoint, cli, cli_reproduce
 from torchbcos.data import open_data
 from torchbcos.reproduce import Experiment, Trial, choose_study, run_all, units
@@ -41,16 +40,7 @@ SMALL = (
 def colours(tmp_path_factory):
     """Ten classes, each of one colour, in folders as Imagenette comes."""
     root = tmp_path_factory.mktemp("colours")
-    noise = np.random.default_rng(0)
-    of_class = [*itertools.product((0, 255), repeat=3), (255, 128, 0), (0, 128, 255)]
-    for part, count in (("train", 8), ("val", 3)):
-        for name, colour in zip(IDS, of_class, strict=True):
-            (root / part / name).mkdir(parents=True)
-            for i in range(count):
-                pixels = np.array(colour) + noise.integers(-20, 21, (16, 16, 3))
-                picture = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
-                picture.save(root / part / name / f"{i}.png")
-    return root
+    return draw_colours(root, {"train": 8, "val": 3}, IDS, 16)
 
 
 @pytest.fixture(scope="module")

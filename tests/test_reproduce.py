@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from cases import caller
+from cases import caller, draw_colours
 from torchbcos import cli, cli_reproduce, data
 from torchbcos.baseline import to_explain
 from torchbcos.checkpoint import load
@@ -41,16 +41,7 @@ SMALL = (
 def colours(tmp_path_factory):
     """Ten classes, each of one colour, in folders as CIFAR-10 comes."""
     root = tmp_path_factory.mktemp("colours")
-    noise = np.random.default_rng(0)
-    of_class = [*itertools.product((0, 255), repeat=3), (255, 128, 0), (0, 128, 255)]
-    for part, count in (("train", 8), ("test", 3)):
-        for name, colour in zip(CLASSES, of_class, strict=True):
-            (root / part / name).mkdir(parents=True)
-            for i in range(count):
-                pixels = np.array(colour) + noise.integers(-20, 21, (8, 8, 3))
-                picture = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
-                picture.save(root / part / name / f"{i}.png")
-    return root
+    return draw_colours(root, {"train": 8, "test": 3}, CLASSES, 8)
 
 
 @pytest.fixture

@@ -152,7 +152,13 @@ def test_the_layer_is_the_same_with_and_without(everywhere, momentum):
 
 
 def test_explanations_take_the_plain_way(everywhere, monkeypatch):
+    """Where the deviation is a constant: the derivative is weight / deviation."""
     monkeypatch.setattr(ops, "_twin", None)
-    layer = norms.UncentredBatchNorm2d(5).to(DEVICE)
+    layer, x = norms.UncentredBatchNorm2d(5, eps=EPS).to(DEVICE), draw(3, 5, 4, 6).requires_grad_()
     with tb.explanation_mode():
-        layer(draw(3, 5, 4, 6))
+        out = layer(x)
+    right, variance = formula(x.detach().cpu().double(), None, None)
+    assert_agrees(out, right, torch.float32)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    expected = (variance + EPS).rsqrt()[:, None, None].expand(x.shape)
+    assert_agrees(grad, expected, torch.float32)
