@@ -294,10 +294,6 @@ app.command(
 )(cli_reproduce.reproduce)
 
 
-if __name__ == "__main__":
-    main()
-
-
 @app.command(epilog="Example: torchbcos bench --device cuda --only training,captured")
 def bench(
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
@@ -331,3 +327,7 @@ def bench(
         complain(str(error))
         sys.exit(1)
     output.print(f"Wrote {out}", soft_wrap=True, markup=False)
+
+
+if __name__ == "__main__":
+    main()
