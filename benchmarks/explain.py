@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import torchbcos as tb
 from torchbcos.data import shapes
 from torchbcos.encoding import encode
-from torchbcos.evidence import commit
+from torchbcos.evidence import command, commit
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 0
@@ -104,7 +104,7 @@ def processor() -> str:
 
 def evidence(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
-        "command": " ".join(["python", "benchmarks/explain.py", *sys.argv[1:]]),
+        "command": command("python", "benchmarks/explain.py"),
         "commit": commit(),
         "seed": SEED,
         "threads": torch.get_num_threads(),

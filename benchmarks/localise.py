@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import platform
-import sys
 import time
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch
 
 import torchbcos as tb
 from torchbcos.data import Images
-from torchbcos.evidence import commit
+from torchbcos.evidence import command, commit
 from torchbcos.localise import default_kernel, score_cells
 from torchbcos.localise_run import grid_images
 from torchbcos.posthoc import METHODS, Method, choose_methods
@@ -130,7 +129,7 @@ def evidence(arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(arguments.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
-        "command": " ".join(["python", "benchmarks/localise.py", *sys.argv[1:]]),
+        "command": command("python", "benchmarks/localise.py"),
         "commit": commit(),
         "seed": SEED,
         "device": name,

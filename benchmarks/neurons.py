@@ -16,7 +16,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ import torch
 
 import torchbcos as tb
 from torchbcos.data import Images
-from torchbcos.evidence import commit
+from torchbcos.evidence import command, commit
 from torchbcos.neurons import collect, memory_bound
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,7 +130,7 @@ def main() -> None:
     more = peaks["collect"] - peaks["plain"]
     result = {
         "evidence": {
-            "command": " ".join(["python", "benchmarks/neurons.py", *sys.argv[1:]]),
+            "command": command("python", "benchmarks/neurons.py"),
             "commit": commit(),
             "seed": SEED,
             "hardware": hardware(device),

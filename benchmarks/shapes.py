@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 
 import torchbcos as tb
-from torchbcos.evidence import commit
+from torchbcos.evidence import command, commit
 from torchbcos.processes import make_fabric
 from torchbcos.recipe import read_recipe
 from torchbcos.shapes import shapes
@@ -49,7 +48,7 @@ def main() -> None:
     inside = (positive * test.masks).sum((1, 2)) / positive.sum((1, 2))
     result = {
         "evidence": {
-            "command": " ".join(["python", "benchmarks/shapes.py", *sys.argv[1:]]),
+            "command": command("python", "benchmarks/shapes.py"),
             "commit": commit(),
             "seed": arguments.seed,
             "threads": arguments.threads,

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ from torchvision.datasets import ImageFolder
 import torchbcos as tb
 from torchbcos import train as training
 from torchbcos.data import Images, Split, default_workers, shapes
-from torchbcos.evidence import commit
+from torchbcos.evidence import command, commit
 from torchbcos.processes import make_fabric
 from torchbcos.recipe import read_recipe
 from torchbcos.training_config import TrainConfig
@@ -186,6 +185,8 @@ def resnet(arguments: argparse.Namespace, report: Callable[[str, Any], None]) ->
         draw_jpegs(folder, arguments.files, arguments.size)
     changes = [f"size={arguments.size}", f"batch={arguments.large_batch}"]
     config = read_recipe("imagenette-resnet34", str(folder), [*changes, *arguments.change])
+    # One batch seen for ever must not be learned, and all images have the same size.
+    config = replace(config, lr=1e-12, lr_end=0, warmup=0, train_sizes=())
     if not torch.cuda.is_available():
         config = replace(config, precision="32-true")
     measured: dict[str, float] = {}
@@ -222,7 +223,7 @@ def loader_alone(arguments: argparse.Namespace, report: Callable[[str, Any], Non
 def evidence(arguments: argparse.Namespace) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
-        "command": " ".join(["python", "benchmarks/training.py", *sys.argv[1:]]),
+        "command": command("python", "benchmarks/training.py"),
         "commit": commit(),
         "seed": 0,
         "device": torch.cuda.get_device_name() if cuda else platform.processor(),

@@ -314,10 +314,11 @@ def bench(
 
     from torchbcos import bench as benchmark
     from torchbcos import bench_cases
+    from torchbcos.evidence import command
 
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    command = " ".join(["torchbcos", *sys.argv[1:]])
-    results = benchmark.Results(out, {"command": command, **benchmark.evidence(device, dtype)})
+    made_by = {"command": command("torchbcos"), **benchmark.evidence(device, dtype)}
+    results = benchmark.Results(out, made_by)
     cases = bench_cases.select(bench_cases.suite(device.split(":")[0]), only)
     try:
         for found in benchmark.bench(cases, device, dtype, seconds):

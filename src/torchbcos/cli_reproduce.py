@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,8 +58,8 @@ def reproduce(
     Each experiment leaves OUT/results/NAME.json as soon as it is measured. The same command again
     goes on where the last was stopped: what is finished is not run again.
     """
+    from torchbcos.evidence import command
     from torchbcos.evidence import commit as source_commit
-    from torchbcos.evidence import without_home
     from torchbcos.reproduce import Trial, choose_study, pack, run_all
 
     about = choose_study(study)
@@ -80,7 +78,7 @@ def reproduce(
         raise ValueError(f"`--data` is missing: name a folder with {about.data}.")
     out = out or Path("out") / study
     evidence = {
-        "command": without_home(shlex.join(["torchbcos", *sys.argv[1:]])),
+        "command": command("torchbcos"),
         "commit": commit or source_commit(),
         "source": _source(),
         "side_by_side": jobs,

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
 
-__all__ = ["commit", "device_name", "without_home"]
+__all__ = ["command", "commit", "device_name", "without_home"]
+
+
+def command(*program: str) -> str:
+    """What was typed, `program` and its arguments, without the home folder."""
+    return without_home(shlex.join([*program, *sys.argv[1:]]))
 
 
 def commit() -> str:
