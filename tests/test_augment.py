@@ -9,7 +9,10 @@ from torchbcos.augment import (
     _OPERATIONS,
     AUGMENTATIONS,
     colour_jitter,
+    cutmix,
+    draw_cutmix,
     erase,
+    exchanged,
     flip,
     lighting,
     padded_crop,
@@ -222,6 +225,32 @@ def test_erase_makes_a_window_of_half_the_side_grey():
     assert (sizes.min() >= 16, sizes.max()) == (True, 64)  # a quarter of it, in a corner
 
 
+def test_cutmix_exchanges_one_window_between_neighbours():
+    x = images(600, 20)
+    numbers = draw_cutmix(torch.Generator().manual_seed(1), 600)
+    made, share = cutmix(x, numbers, 0.5)
+    assert torch.equal(made, cutmix(x, numbers, 0.5)[0])
+    apart = 0
+    for i in range(0, 600, 2):
+        happens, area, down, across = numbers[:, i].tolist()
+        half = area**0.5 / 2 if happens < 0.5 else 0
+        rows, columns = (
+            [abs((p + 0.5) / 20 - middle) < half for p in range(20)] for middle in (down, across)
+        )
+        window = torch.tensor(rows)[:, None] & torch.tensor(columns)
+        for me, other in ((i, i + 1), (i + 1, i)):
+            assert torch.equal(made[me], torch.where(window, x[other], x[me]))
+            assert share[me] == pytest.approx(1 - window.sum().item() / 400, abs=1e-6)
+        apart += share[i].item() < 1
+    assert 100 < apart < 200  # of 300 pairs, at a chance of one half
+    assert torch.equal(cutmix(x, numbers, 0.0)[0], x)
+    assert share.min() < 0.3
+
+
+def test_exchanged_neighbours():
+    assert exchanged(torch.arange(6)).tolist() == [1, 0, 3, 2, 5, 4]
+
+
 def test_the_numbers_of_a_seed_never_change():
     first = {name: [round(v, 4) for v in draws(name, 20)[:, 3].tolist()] for name in AUGMENTATIONS}
     assert first == {
@@ -233,3 +262,5 @@ def test_the_numbers_of_a_seed_never_change():
         "rand_augment": [2.0, 0.8742, 5.0, 0.6511],
         "erase": [0.132, 0.8742],
     }
+    mixing = draw_cutmix(torch.Generator().manual_seed(0), 20)[:, 3]
+    assert [round(v, 4) for v in mixing.tolist()] == [0.132, 0.8742, 0.0332, 0.6511]

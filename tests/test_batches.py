@@ -58,16 +58,44 @@ def assert_same_batches(some, others):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_streamed_batches_are_those_in_memory(folder, workers):
-    c = settings(folder, augment=("flip", "padded_crop", "colour_jitter", "rand_augment", "erase"))
+@pytest.mark.parametrize("cutmix", [0.0, 0.7])
+def test_streamed_batches_are_those_in_memory(folder, workers, cutmix):
+    names = ("flip", "padded_crop", "colour_jitter", "rand_augment", "erase")
+    c = settings(folder, augment=names, cutmix=cutmix)
     memory, files = open_data(folder), open_data(folder, memory=0)
     assert isinstance(memory.train, Images)
     assert isinstance(files.train, ImageFiles)
     assert memory.classes == files.classes == ("a", "b")
-    expected = batches_of(memory.train, c)
-    assert_same_batches(batches_of(files.train, c, workers=workers), expected)
-    assert_same_batches(batches_of(files.train, c, range(3, 7), workers=workers), expected[3:])
-    assert_same_batches([Batches(files.train, c, CPU).at(i) for i in range(7)], expected)
+    expected = batches_of(memory.train, c, classes=2)
+    how = {"workers": workers, "classes": 2}
+    assert_same_batches(batches_of(files.train, c, **how), expected)
+    assert_same_batches(batches_of(files.train, c, range(3, 7), **how), expected[3:])
+    assert_same_batches([Batches(files.train, c, CPU, **how).at(i) for i in range(7)], expected)
+
+
+@pytest.mark.parametrize("memory", [0, 1])
+def test_labels_say_how_much_of_each_class_is_in_a_mixed_image(tmp_path, memory):
+    """Images that are all black or all white show their labels."""
+    for i in range(24):
+        path = tmp_path / "train" / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 20), (255 * (i % 2),) * 3).save(path)
+        if i < 2:
+            draw(tmp_path / "val" / "ab"[i] / "0.png", i)
+    images = open_data(tmp_path, memory=memory).train
+    c = settings(tmp_path, augment=(), cutmix=1.0, batch=24)
+    how = {"classes": 2, "workers": 0}
+    made = batches_of(images, c, range(3), **how)
+    for x, labels in made:
+        assert torch.allclose(labels[:, 1], x.mean((1, 2, 3)), atol=1e-6)
+        assert torch.allclose(labels.sum(1), torch.ones(24))
+        assert ((labels > 0.01) & (labels < 0.99)).any()
+    halves = [batches_of(images, c, range(3), rank=r, world=2, **how) for r in range(2)]
+    joined = [
+        tuple(torch.cat(pair) for pair in zip(*both, strict=True))
+        for both in zip(*halves, strict=True)
+    ]
+    assert_same_batches(joined, made)
 
 
 @pytest.mark.parametrize("world", [1, 2])

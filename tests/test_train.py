@@ -50,6 +50,7 @@ def little_data(monkeypatch):
             "train_sizes": (12, 16, 24),
             "augment": ("resized_crop", "rand_augment"),
             "magnitude": 5,
+            "cutmix": 0.5,
         },
         {"arch": "conventional/mobilenet_v3_small", "options": {}},  # with dropout
     ],
@@ -250,6 +251,7 @@ def test_the_paper_preset_and_calibration_are_told_apart(little_data, tmp_path):
         ({"ema": 1.0}, "below 1"),
         ({"label_smoothing": 2}, "below 1"),
         ({"augment": ("mixup",)}, "padded_crop"),
+        ({"cutmix": 1.5}, "from 0 to 1"),
         ({"accumulate": 3}, "divisor of the batch, 16"),
         ({"test_every": 0}, "at least 1"),
         ({"train_sizes": (128, 0)}, "each at least 1"),
@@ -265,3 +267,30 @@ def test_wrong_settings_are_named(changes, words):
 def test_the_explanation_mode_is_off_after_training(little_data, tmp_path):
     train.train(config(epochs=0.3), tmp_path, console=QUIET)
     assert not tb.functional.in_explanation_mode()
+
+
+def test_mixed_images_are_trained_towards_their_shares(little_data, tmp_path, monkeypatch):
+    """The loss of a step is the mean binary cross-entropy against the shares."""
+    steps = []
+    criterion = train._Run._criterion
+
+    def note(run, outputs, labels):
+        loss = criterion(run, outputs, labels)
+        steps.append((outputs.detach(), labels, loss.detach()))
+        return loss
+
+    monkeypatch.setattr(train._Run, "_criterion", note)
+    train.train(config(cutmix=1.0, epochs=1), tmp_path, console=QUIET)
+    mixed = 0
+    for outputs, labels, loss in steps:
+        p = outputs.double().sigmoid()
+        by_hand = -(labels * p.log() + (1 - labels) * (1 - p).log()).mean()
+        assert loss.item() == pytest.approx(by_hand.item(), rel=1e-5)
+        assert labels.shape == outputs.shape
+        mixed += ((labels > 0) & (labels < 1)).any(1).sum().item()
+    assert mixed > 0
+
+
+def test_cutmix_needs_pairs(little_data, tmp_path):
+    with pytest.raises(ValueError, match=r"`batch` \(=15\) .* times the 2 images that `cutmix`"):
+        train.train(config(cutmix=0.5, batch=15), tmp_path, console=QUIET)

@@ -30,7 +30,7 @@ def little_data(monkeypatch):
     "changes",
     [
         {},
-        {"ema": 0.5, "optimiser": "adamw", "warmup": 1},
+        {"ema": 0.5, "optimiser": "adamw", "warmup": 1, "cutmix": 0.5},
         {"train_sizes": (12, 16, 24), "options": {"width": 4, "norm": "uncentred"}},
     ],
 )
@@ -91,11 +91,17 @@ def test_streamed_batches_are_those_in_memory(tmp_path):
     "augment", [(), *((name,) for name in AUGMENTATIONS), tuple(AUGMENTATIONS)]
 )
 @pytest.mark.parametrize("sizes", [(), (12, 24)])
-def test_captured_batches_are_the_plain_ones(augment, sizes):
-    images, device = few_shapes().train, torch.device("cuda")
-    settings = config(augment=augment, train_sizes=sizes)
+@pytest.mark.parametrize("cutmix", [0.0, 0.5])
+def test_captured_batches_are_the_plain_ones(augment, sizes, cutmix):
+    data, device = few_shapes(), torch.device("cuda")
+    settings = config(augment=augment, train_sizes=sizes, cutmix=cutmix)
     made, plain = (
-        Batches(images, replace(settings, cuda_graph=captured), device)
+        Batches(
+            data.train,
+            replace(settings, cuda_graph=captured),
+            device,
+            classes=len(data.classes),
+        )
         for captured in (True, False)
     )
     start = made.total_steps // 2 - 4  # where the size changes

@@ -21,7 +21,10 @@ __all__ = [
     "Augmentation",
     "colour_jitter",
     "crops",
+    "cutmix",
+    "draw_cutmix",
     "erase",
+    "exchanged",
     "flip",
     "lighting",
     "padded_crop",
@@ -118,11 +121,38 @@ def erase(x: Tensor, draws: Tensor) -> Tensor:
     return x.masked_fill((rows[:, :, None] & columns[:, None])[:, None], 0.5)
 
 
+def cutmix(x: Tensor, draws: Tensor, chance: float) -> tuple[Tensor, Tensor]:
+    """CutMix: of each two neighbours, by `chance`, a window of any size and place is exchanged.
+
+    The second result [N] is the share of each image that is still its own.
+    """
+    happens, area, *centre = draws[:, ::2].unsqueeze(2)  # each [N / 2, 1]
+    side = area.sqrt() * (happens < chance)
+    inside = []
+    for length, middle in zip(x.shape[2:], centre, strict=True):
+        place = (torch.arange(length, device=x.device) + 0.5) / length
+        inside.append((place - middle).abs() < side / 2)  # [N / 2, length]
+    rows, columns = inside
+    window = (rows[:, :, None] & columns[:, None]).repeat_interleave(2, 0)  # [N, H, W]
+    mixed = torch.where(window[:, None], exchanged(x), x)
+    return mixed, 1 - window.to(draws.dtype).mean((1, 2))
+
+
+def exchanged(x: Tensor) -> Tensor:
+    """[N, …] with neighbours in each other's place: the second, the first, the fourth, …"""
+    pairs: Tensor = x.unflatten(0, (-1, 2))
+    return pairs.flip(1).flatten(0, 1)
+
+
 def rand_augment(x: Tensor, draws: Tensor, m: float = 9.0) -> Tensor:
     """RandAugment: for each pair of draws one operation on each image, at magnitude `m` of 30."""
     for choice, side in draws.unflatten(0, (-1, 2)):
         x = _operate(x, choice.long(), (side >= 0.5).long(), m / 30)
     return x
+
+
+def draw_cutmix(generator: Generator, total: int) -> Tensor:  # [4, N]
+    return torch.rand(4, total, generator=generator)
 
 
 def _draw_uniform(count: int) -> Callable[[Generator, int], Tensor]:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torchbcos.augment import AUGMENTATIONS, crops
+from torchbcos.augment import AUGMENTATIONS, crops, cutmix, draw_cutmix, exchanged
 from torchbcos.captured import as_graph
 from torchbcos.checkpoint import write_atomically
 from torchbcos.data import DataError, ImageFiles, Images, ImageSet, default_workers
@@ -49,12 +49,13 @@ class Batches:
         config: TrainConfig,
         device: torch.device,
         *,
+        classes: int = 0,
         rank: int = 0,
         world: int = 1,
         workers: int | None = None,
     ) -> None:
         self.images = images.to(device) if isinstance(images, Images) else images
-        self.config, self.device = config, device
+        self.config, self.device, self.classes = config, device, classes
         self.steps_per_epoch = len(images) // config.batch
         self.total_steps = max(1, round(config.epochs * self.steps_per_epoch))
         self._workers = default_workers() if workers is None else workers
@@ -63,18 +64,22 @@ class Batches:
         in_memory = isinstance(images, Images)  # else resized_crop is taken while decoding
         self._names = [n for n in config.augment if in_memory or n != "resized_crop"]
         self._counts = [len(self._draw(0, name)) for name in self._names]
+        self._counts.append(len(self._draw_mixing(0)))
         self._captures = in_memory and config.cuda_graph and device.type == "cuda" and world == 1
         self._graph: tuple[tuple[int, int], Callable[..., Batch]] | None = None  # (size, `_cut`)
 
     def at(self, step: int, *, whole: bool = False) -> Batch:
-        """Images [n, C, H, W] in 0..1 and labels; with `whole` those of all processes."""
+        """Images [n, C, H, W] in 0..1 and labels; with `whole` those of all processes.
+
+        Labels are [n], or with `cutmix` [n, classes]: how much of each class is in an image.
+        """
         rows = slice(None) if whole else self._share
         plan = self._plan(step, rows)
         draws = self._draws(step, rows).to(self.device, non_blocking=True)
         if isinstance(self.images, Images):
             return self._cut(plan[0], draws, plan[2])
         images, labels = (t.to(self.device) for t in self.images.batch(*plan))
-        return self._augmented(images, draws, plan[2]), labels
+        return self._augmented(images, labels, draws, plan[2])
 
     def size(self, step: int) -> tuple[int, int]:
         """Height and width of the images of a step."""
@@ -92,7 +97,7 @@ class Batches:
         loader = _loader(_Decoder(self.images), _Plans(self, step), self._workers, self.device)
         for pixels, labels in _ahead(loader, self.device):
             draws = self._draws(step, self._share).to(self.device, non_blocking=True)
-            yield self._augmented(pixels.float() / 255, draws, self.size(step)), labels
+            yield self._augmented(pixels.float() / 255, labels, draws, self.size(step))
             step += 1
 
     def _plan(self, step: int, rows: slice) -> Plan:
@@ -121,10 +126,11 @@ class Batches:
     def _cut(self, indices: Tensor, draws: Tensor, size: tuple[int, int]) -> Batch:
         """A batch of a set in memory; all that the graph does."""
         assert isinstance(self.images, Images)
-        images, labels = self.images.batch(indices)
-        return self._augmented(images, draws, size), labels
+        return self._augmented(*self.images.batch(indices), draws, size)
 
-    def _augmented(self, images: Tensor, draws: Tensor, size: tuple[int, int]) -> Tensor:
+    def _augmented(
+        self, images: Tensor, labels: Tensor, draws: Tensor, size: tuple[int, int]
+    ) -> Batch:
         c = self.config
         if "resized_crop" not in c.augment and images.shape[2:] != size:
             images = F.interpolate(images, size, mode="bilinear", antialias=True)
@@ -135,14 +141,18 @@ class Batches:
             },
             "rand_augment": {"m": c.magnitude},
         }
-        for name, own in zip(self._names, draws.split(self._counts), strict=True):
+        *parts, mixing = draws.split(self._counts)
+        for name, own in zip(self._names, parts, strict=True):
             images = AUGMENTATIONS[name].change(images, own, **settings.get(name, {}))
-        return images.contiguous(memory_format=torch.channels_last)
+        if c.cutmix:
+            images, share = cutmix(images, mixing, c.cutmix)
+            labels = F.one_hot(labels, self.classes).to(share.dtype)
+            labels = torch.lerp(exchanged(labels), labels, share[:, None])
+        return images.contiguous(memory_format=torch.channels_last), labels
 
     def _draws(self, step: int, rows: slice) -> Tensor:
         """The numbers [K, n] of all augmentations, together, so that they are copied at once."""
-        none = torch.empty(0, self.config.batch)
-        drawn = [none, *(self._draw(step, name) for name in self._names)]
+        drawn = [*(self._draw(step, name) for name in self._names), self._draw_mixing(step)]
         packed = torch.cat([numbers[:, rows] for numbers in drawn])
         return packed.pin_memory() if self.device.type == "cuda" else packed
 
@@ -151,6 +161,12 @@ class Batches:
         generator = _generator(c.seed, step, list(AUGMENTATIONS).index(name))
         settings = {"n": c.operations} if name == "rand_augment" else {}
         return AUGMENTATIONS[name].draw(generator, c.batch, **settings)
+
+    def _draw_mixing(self, step: int) -> Tensor:
+        c = self.config
+        if not c.cutmix:
+            return torch.empty(0, c.batch)
+        return draw_cutmix(_generator(c.seed, step, -2), c.batch)
 
 
 def in_order(

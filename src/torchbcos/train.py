@@ -89,13 +89,20 @@ class _Run:
             raise ValueError(
                 f"`batch` (={config.batch}) must be at most the {len(self.data.train)} images."
             )
-        if config.batch % (fabric.world_size * config.accumulate):
+        pair = 2 if config.cutmix else 1
+        if config.batch % (fabric.world_size * config.accumulate * pair):
             raise ValueError(
                 f"`batch` (={config.batch}) must be a multiple of the {fabric.world_size} "
-                f"processes times `accumulate` (={config.accumulate})."
+                f"processes times `accumulate` (={config.accumulate})"
+                + (" times the 2 images that `cutmix` mixes." if config.cutmix else ".")
             )
         self.batches = Batches(
-            self.data.train, config, fabric.device, **self._place(), workers=workers
+            self.data.train,
+            config,
+            fabric.device,
+            classes=len(self.data.classes),
+            **self._place(),
+            workers=workers,
         )
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = self.batches.total_steps
@@ -226,7 +233,8 @@ class _Run:
                 self.fabric.backward(loss)
             main = (outputs[0] if isinstance(outputs, tuple) else outputs).detach()
             step_loss += loss.detach().float()
-            state.correct += (main.argmax(1) == its_labels).sum()
+            best = its_labels.argmax(1) if its_labels.dim() == 2 else its_labels
+            state.correct += (main.argmax(1) == best).sum()
         state.loss += step_loss
         self.watch.look(step_loss, main)
         if not images.is_cuda:
@@ -251,7 +259,8 @@ class _Run:
 
     def _criterion(self, outputs: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
         main, *others = outputs if isinstance(outputs, tuple) else (outputs,)
-        target = F.one_hot(labels, main.shape[1]).to(main.dtype)
+        target = labels if labels.dim() == 2 else F.one_hot(labels, main.shape[1])
+        target = target.to(main.dtype)
         if self.config.label_smoothing:
             target = target + self.config.label_smoothing * (1 / main.shape[1] - target)
         loss = F.binary_cross_entropy_with_logits(main, target)

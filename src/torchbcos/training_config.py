@@ -45,6 +45,7 @@ class TrainConfig:
     crop_area: float = 0.25  # the smallest share of an image that resized_crop keeps
     magnitude: float = 9.0  # of rand_augment, of 30
     operations: int = 2  # of rand_augment, on each image
+    cutmix: float = 0.0  # the chance of two neighbours in a batch to exchange a window
     label_smoothing: float = 0.0
     auxiliary_weight: float = 1.0
     ema: float = 0.0  # decay of the averaged weights; 0 for none
@@ -98,6 +99,8 @@ class TrainConfig:
         for name in self.augment:
             if name not in AUGMENTATIONS:
                 refuse("augment", f"names among {', '.join(AUGMENTATIONS)}")
+        if not 0 <= self.cutmix <= 1:
+            refuse("cutmix", "from 0 to 1")
         if self.batch % self.accumulate:
             refuse("accumulate", f"a divisor of the batch, {self.batch}")
         if self.head_only and not self.start_from:
