@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -252,6 +253,8 @@ def test_the_paper_preset_and_calibration_are_told_apart(little_data, tmp_path):
         ({"label_smoothing": 2}, "below 1"),
         ({"augment": ("mixup",)}, "padded_crop"),
         ({"cutmix": 1.5}, "from 0 to 1"),
+        ({"weight_rms": -1}, "0 or more"),
+        ({"weight_rms": math.inf}, "0 or more"),
         ({"accumulate": 3}, "divisor of the batch, 16"),
         ({"test_every": 0}, "at least 1"),
         ({"train_sizes": (128, 0)}, "each at least 1"),
@@ -294,3 +297,25 @@ def test_mixed_images_are_trained_towards_their_shares(little_data, tmp_path, mo
 def test_cutmix_needs_pairs(little_data, tmp_path):
     with pytest.raises(ValueError, match=r"`batch` \(=15\) .* times the 2 images that `cutmix`"):
         train.train(config(cutmix=0.5, batch=15), tmp_path, console=QUIET)
+
+
+def test_long_weights_compute_the_same_and_turn_less(little_data, tmp_path):
+    angles = []
+    for rms in (0.1, 1.0):
+        model = tb.create_model("cifar9", max_out=2, preset="paper")
+        images = torch.rand(4, 3, 32, 32)
+        before = model(images)
+        train.set_weight_rms(model, rms)
+        torch.testing.assert_close(model(images), before)
+        for _, layer in model.bcos_layers():
+            assert layer.weight.square().mean().sqrt().item() == pytest.approx(rms)
+        settings = config(weight_rms=rms, epochs=0.1, augment=())  # one step
+        start, end = (
+            train.train(replace(settings, lr=lr), tmp_path / f"{rms}-{lr}", console=QUIET)
+            for lr in (1e-9, 1e-2)
+        )
+        rows = [list(m.bcos_layers())[1][1].weight.flatten(1) for m in (start, end)]
+        cosine = torch.nn.functional.cosine_similarity(*rows).clamp(max=1)
+        angles.append(cosine.acos().mean().item())
+    assert 5 < angles[0] / angles[1] < 15
+    assert angles[1] == pytest.approx(1e-2, rel=0.5)

@@ -116,6 +116,8 @@ class _Run:
         torch.manual_seed(config.seed)
         model = self._new_model()
         self._set_scales(model)
+        if config.weight_rms:
+            set_weight_rms(model, config.weight_rms)
         model.to(memory_format=torch.channels_last)
         self.wrapped = fabric.setup_module(model)
         self.forward: Callable[[Tensor], Any] = self.wrapped
@@ -394,6 +396,20 @@ def _set_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+def set_weight_rms(model: nn.Module, rms: float) -> None:
+    """Lengthen the weights of B-cos layers to this root mean square.
+
+    Only their directions matter for what a layer computes, so this decides how fast they turn: a
+    step of Adam moves each entry by about lr, that is a weight by an angle of about lr / rms. The
+    cosines of a new layer with d inputs are about 1 / √d. Where a step changes them by as much, in
+    every layer of a deep network without norms, its logits grow without bound.
+    """
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, BcosLayer):
+                layer.weight.mul_(rms / layer.weight.square().mean().sqrt().clamp(min=1e-30))
 
 
 def clip_adaptively(model: nn.Module, limit: float) -> None:

@@ -39,6 +39,7 @@ class TrainConfig:
     milestones: tuple[float, ...] = ()  # epochs
     warmup: float = 0  # epochs of linear increase
     warmup_lr: float = 1e-5  # where it begins
+    weight_rms: float = 0.0  # of B-cos weights at the start; 0 for what the layers make
     weight_decay: float = 0.0
     momentum: float = 0.9  # of sgd
     augment: tuple[str, ...] = ("flip", "padded_crop")
@@ -86,8 +87,11 @@ class TrainConfig:
         for name in ("crop_area", "test_part"):
             if getattr(self, name) > 1:
                 refuse(name, "at most 1")
-        for name in ("size", "memory", "lr_end", "warmup", "weight_decay", "clip", "adaptive_clip"):
-            if not getattr(self, name) >= 0:
+        for name in (
+            "size", "memory", "lr_end", "warmup", "weight_rms", "weight_decay", "clip",
+            "adaptive_clip",
+        ):  # fmt: skip
+            if not 0 <= getattr(self, name) < math.inf:
                 refuse(name, "0 or more")
         if not 0 <= self.magnitude <= 30:
             refuse("magnitude", "from 0 to 30")
