@@ -337,7 +337,7 @@ def test_the_page_says_what_the_files_say(tmp_path, finished):
     assert rows(page, "The bundled model")["file, in float16"] == ["13.0 MiB"]
     first = json.loads(finished.units_result.read_text())["layers"]["12"]["most_active"]
     assert rows(page, "`12`: 48 units of 2×2 positions").keys() >= first.keys()
-    tries = rows(page, "What training on a small set needs")
+    tries = rows(page, "How the recipes were found")
     assert tries["higher-rate"][:3] == ["resnet34-norm", "lr=0.002", "89.12"]
 
     names = ["-no-norm", "-norm", "-conventional", "-loss"]

@@ -83,7 +83,7 @@ def test_the_further_experiments_change_one_thing_each():
         ours, theirs = (EXPERIMENTS[n].config("data").as_json() for n in (name, base))
         return {k: v for k, v in ours.items() if v != theirs[k]}
 
-    for b in ("1.25", "2", "2.5"):
+    for b in ("1.25", "1.75", "2", "2.5"):
         assert changed(f"maxout-b{b}-calibrated", f"maxout-b{b}") == {"preset": ""}
     for base, seed in itertools.product(("plain-b2", "maxout-b2"), (1, 2)):
         assert changed(f"{base}-seed{seed}", base) == {"seed": seed}
@@ -348,6 +348,8 @@ def test_the_page_says_what_the_files_say(tmp_path):
     write_result(
         folder, "conventional", 0.9466, 0, methods={"ixg": others["ixg"]}, without=["ours"]
     )
+    (folder / "tries").mkdir()
+    write_result(folder / "tries", "best", 0.9512, 0.91, config={"cutmix": 0.75})
     written = write_page(folder, tmp_path / "docs")
     page = (tmp_path / "docs" / "cifar10.md").read_text()
 
@@ -359,7 +361,9 @@ def test_the_page_says_what_the_files_say(tmp_path):
     assert accuracy["MaxOut, B = 1.75"][:2] == ["93.7", "missing"]
     assert accuracy["MaxOut, B = 2.5"][:3] == ["92.4", "92.10", "-0.30"]
     assert "4 of 5 measured accuracies" in page
-    assert "maxout-b1.5, maxout-b1.75, maxout-b2.25, maxout-b2-calibrated" in page  # not run yet
+    tried = rows(page, "How the recipes were found")["best"]
+    assert tried[:3] == ["best", "cutmix=0.75", "95.12"]
+    assert "maxout-b1.5, maxout-b1.75, maxout-b2.25, maxout-b1.75-calibrated" in page  # not run yet
     assert "- maxout-b1: epochs=2" in page
     assert "0.300, 0.450, 0.740, 0.730; not from B = 2 to 2.5" in page
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from torchbcos.reproduce.tables import (
     minutes,
     remarks,
     table,
+    tries,
 )
 
 if TYPE_CHECKING:
@@ -53,11 +55,12 @@ def write_page(results: Path, docs: Path) -> list[Path]:
         _seeds(found),
         _post_hoc(found, shown),
         _others(found),
+        tries(results, EXPERIMENTS, partial(_score, method="ours")),
         _losses(shown),
         evidence(found),
     ]
     page = docs / "cifar10.md"
-    write_atomically(page, ("\n\n".join(sections) + "\n").encode())
+    write_atomically(page, ("\n\n".join(filter(None, sections)) + "\n").encode())
     return [page, *written]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from torchbcos.reproduce.tables import (
     minutes,
     remarks,
     table,
+    tries,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def write_page(results: Path, docs: Path) -> list[Path]:
     main = {name: r for name, r in found.items() if r.experiment.compared}
     written = draw({**figures, "imagenette-loss.png": loss_curves(main)}, docs / "pictures")
     shown = {path.name for path in written}
-    units, tries = results / "neurons.json", sorted((results / "tries").glob("*.json"))
+    units = results / "neurons.json"
     sections = [
         _head(found, results),
         _accuracies(found),
@@ -56,7 +58,7 @@ def write_page(results: Path, docs: Path) -> list[Path]:
         _ablation(found),
         _units(read_json(units) if units.exists() else None),
         _bundled(found.get("small")),
-        _tries({path.stem: read_json(path) for path in tries}),
+        tries(results, EXPERIMENTS, partial(_median, method="ours")),
         _losses(shown),
         _limits(),
         evidence(found),
@@ -278,20 +280,6 @@ def _bundled(r: Result | None) -> str:
     ]
     command = f"```\ntorchbcos evaluate --model {d['name']} --data data/imagenette\n```"
     return "\n\n".join([*parts, table([f"`{d['name']}`", ""], rows), command])
-
-
-def _tries(documents: Mapping[str, Mapping[str, Any]]) -> str:
-    """What was tried on the way to the recipes: results of experiments with other settings."""
-    rows = []
-    for name, document in documents.items():
-        r = Result(EXPERIMENTS[document["name"]], document)
-        changes = ", ".join(r.deviations()) or "none"
-        rows.append([name, document["name"], changes, accuracy(r), _median(r, "ours"), minutes(r)])
-    if not rows:
-        return ""
-    header = ["try", "experiment", "other settings", "accuracy, %", "localisation", "training"]
-    words = "How the recipes were found: each try differs from its recipe in the settings named."
-    return "\n\n".join(["## What training on a small set needs", words, table(header, rows)])
 
 
 def _losses(shown: set[str]) -> str:

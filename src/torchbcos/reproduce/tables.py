@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchbcos.checkpoint import write_atomically
 from torchbcos.plots import curves
 from torchbcos.reproduce.experiments import Experiment
-from torchbcos.reproduce.results import Result, Results
+from torchbcos.reproduce.results import Result, Results, read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +24,7 @@ __all__ = [
     "minutes",
     "remarks",
     "table",
+    "tries",
 ]
 
 MISSING = "missing"
@@ -66,6 +67,23 @@ def remarks(found: Results, experiments: Mapping[str, Experiment]) -> list[str]:
         lines += ["", "**Not with the recipe's settings:**", ""]
         lines += [f"- {name}: {', '.join(settings)}" for name, settings in off.items()]
     return lines
+
+
+def tries(
+    results: Path, experiments: Mapping[str, Experiment], score: Callable[[Result], str]
+) -> str:
+    """How the recipes were found: results/tries/*.json, of experiments with other settings."""
+    rows = []
+    for path in sorted((results / "tries").glob("*.json")):
+        document = read_json(path)
+        r = Result(experiments[document["name"]], document)
+        changes = ", ".join(r.deviations()) or "none"
+        rows.append([path.stem, document["name"], changes, accuracy(r), score(r), minutes(r)])
+    if not rows:
+        return ""
+    header = ["try", "experiment", "other settings", "accuracy, %", "localisation", "training"]
+    words = "Each try differs from the recipe of its experiment in the settings named."
+    return "\n\n".join(["## How the recipes were found", words, table(header, rows)])
 
 
 def loss_curves(results: Results) -> Figure | None:
