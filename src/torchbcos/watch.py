@@ -85,7 +85,8 @@ class Watch:
         still = still or "the logits are the same for all images of the batch"
         raise TrainError(
             f"the signal has stalled at step {int(self.first)}: {still}; calibrate with preset='', "
-            "or lower `lr` if it once was there; torchbcos.signal shows every layer."
+            "or, if it once was there, lower `lr` or set `weight_rms` to 1; torchbcos.signal shows "
+            "every layer."
         )
 
     def wait(self) -> None:
