@@ -32,7 +32,7 @@ NAMES = (
 SMALL = (
     "arch=mini", 'options={width=16, norm="uncentred", max_out=1}', "epochs=12", "batch=20",
     "lr=1e-2", "warmup=0", "augment=[]", "precision=32-true", "size=0", "train_sizes=[8, 8, 16]",
-    "test_every=4",
+    "test_every=4", "weight_rms=0.0",
 )  # fmt: skip
 
 
