@@ -25,3 +25,18 @@ def trained():
     from trained import train_on_shapes
 
     return {b: train_on_shapes(b) for b in (1.0, 2.5)}
+
+
+@pytest.fixture
+def reproduce(monkeypatch, capsys, tmp_path):
+    """Runs `torchbcos reproduce ARGUMENTS` in an empty folder: its code, output and complaints."""
+    from rich.console import Console
+
+    from cases import caller
+    from torchbcos import cli, cli_reproduce
+
+    monkeypatch.chdir(tmp_path)
+    for module in (cli, cli_reproduce):
+        monkeypatch.setattr(module, "output", Console(width=300))
+        monkeypatch.setattr(module, "errors", Console(width=300, stderr=True))
+    return caller(monkeypatch, capsys, "reproduce")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import torchbcos as tb
 from cases import caller, draw_colours
-from torchbcos import checkpoint, cli, cli_reproduce
+from torchbcos import checkpoint
 from torchbcos.data import open_data
 from torchbcos.reproduce import Experiment, Trial, choose_study, run_all, units
 from torchbcos.reproduce.imagenette import ARCHITECTURES, EXPERIMENTS
@@ -54,15 +54,6 @@ def finished(colours, tmp_path_factory):
     trial = Trial(e, config, out, str(colours), grids=2, slow_grids=1, smooth=15)
     assert [ended.code for ended in run_all([trial], 1, QUIET)] == [0]
     return trial
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for module in (cli, cli_reproduce):
-        monkeypatch.setattr(module, "output", Console(width=300))
-        monkeypatch.setattr(module, "errors", Console(width=300, stderr=True))
-    return caller(monkeypatch, capsys, "reproduce")
 
 
 # The experiments.
@@ -110,8 +101,8 @@ def test_slow_methods_are_scored_on_fewer_grids(tmp_path):
     assert study.smooth == 15
 
 
-def test_the_list_and_mistakes(run, colours):
-    code, out, _ = run("imagenette", "--list")
+def test_the_list_and_mistakes(reproduce, colours):
+    code, out, _ = reproduce("imagenette", "--list")
     assert code == 0
     assert len(out.splitlines()) == len(EXPERIMENTS) == 16
     assert re.search(r"resnet34 +imagenette-resnet34 .*paper, ImageNet: 71.7 %", out)
@@ -120,7 +111,7 @@ def test_the_list_and_mistakes(run, colours):
         ("--only", "resnet34,resnet43"): "`--only` (='resnet43')",
         ("--page",): "`--results` (='results/imagenette') must be a folder",
     }.items():
-        code, _, err = run("imagenette", *arguments)
+        code, _, err = reproduce("imagenette", *arguments)
         assert code == 2
         assert words in err
 

@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from cases import caller, draw_colours
-from torchbcos import cli, cli_reproduce, data
+from cases import draw_colours
+from torchbcos import data
 from torchbcos.baseline import to_explain
 from torchbcos.checkpoint import load
 from torchbcos.models import BcosModel
@@ -42,17 +42,6 @@ def colours(tmp_path_factory):
     """Ten classes, each of one colour, in folders as CIFAR-10 comes."""
     root = tmp_path_factory.mktemp("colours")
     return draw_colours(root, {"train": 8, "test": 3}, CLASSES, 8)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Runs `torchbcos reproduce cifar10 ARGUMENTS`: its code, output and complaints."""
-    monkeypatch.chdir(tmp_path)
-    for module in (cli, cli_reproduce):
-        monkeypatch.setattr(module, "output", Console(width=300))
-        monkeypatch.setattr(module, "errors", Console(width=300, stderr=True))
-
-    return caller(monkeypatch, capsys, "reproduce")
 
 
 def trial(name, root, out, *changes, **how):
@@ -113,8 +102,8 @@ def test_which_methods_are_scored_on_how_many_grids(tmp_path):
     }
 
 
-def test_the_list_and_mistakes(run, colours):
-    code, out, _ = run("cifar10", "--list")
+def test_the_list_and_mistakes(reproduce, colours):
+    code, out, _ = reproduce("cifar10", "--list")
     assert code == 0
     assert len(out.splitlines()) == len(EXPERIMENTS) >= 16
     assert re.search(r"maxout-b1.25 +cifar10-b1.25 .*93.8", out)
@@ -127,7 +116,7 @@ def test_the_list_and_mistakes(run, colours):
         ("cifar10", *there, "epoch=2"): "`epoch` is no setting",
         ("cifar10", "--page", "--results", "nowhere"): "`--results` (='nowhere')",
     }.items():
-        code, _, err = run(*arguments)
+        code, _, err = reproduce(*arguments)
         assert code == 2
         assert words in err
         assert len(err.splitlines()) == 1
@@ -136,12 +125,12 @@ def test_the_list_and_mistakes(run, colours):
 # Running them.
 
 
-def test_from_images_to_results(run, colours, tmp_path):
+def test_from_images_to_results(reproduce, colours, tmp_path):
     """One works; the other fails by itself, as the paper has no γ and T for such a network."""
     names = "maxout-b2-calibrated,plain-b2"
     command = ("cifar10", "--data", colours, "--out", "o", "--only", names, "--jobs", 2)
     command = (*command, "--grids", 2, "--slow-grids", 1, "--commit", "abc", *SMALL)
-    code, out, err = run(*command)
+    code, out, err = reproduce(*command)
     assert code == 1
     assert "plain-b2 failed (exit code 1); the end of o/runs/plain-b2/log.txt:" in err
     assert "`preset` (='paper') exists for cifar9" in err
@@ -179,11 +168,11 @@ def test_from_images_to_results(run, colours, tmp_path):
 
     before = path.stat().st_mtime_ns
     command = [names.split(",")[0] if part == names else part for part in command]
-    code, _, err = run(*command)
+    code, _, err = reproduce(*command)
     assert code == 0
     assert "maxout-b2-calibrated: finished already" in err
     assert path.stat().st_mtime_ns == before
-    code, _, err = run(*command, "epochs=13")
+    code, _, err = reproduce(*command, "epochs=13")
     assert code == 2
     assert "was made with `epochs` (=12), not 13" in err
 
@@ -416,8 +405,8 @@ def test_the_page_in_the_documentation_is_the_one_of_the_results(tmp_path, monke
     assert (tmp_path / "cifar10.md").read_text() == (ROOT / "docs/cifar10.md").read_text()
 
 
-def test_data_that_is_not_there_is_one_sentence_before_anything_starts(run, tmp_path):
-    code, _, err = run("cifar10", "--data", tmp_path / "none", "--out", tmp_path / "out")
+def test_data_that_is_not_there_is_one_sentence_before_anything_starts(reproduce, tmp_path):
+    code, _, err = reproduce("cifar10", "--data", tmp_path / "none", "--out", tmp_path / "out")
     assert code == 2
     assert "none is no folder" in err
     assert not (tmp_path / "out").exists()
