@@ -46,9 +46,9 @@ def first_steps(config: train.TrainConfig, steps: int) -> dict[str, Any]:
                     losses.append(float(f"{run.state.loss.item() / EVERY:.4g}"))
                     run.state.loss.zero_()
         except TrainError as error:
-            return {"losses": losses, "ended": str(error)}
-    accuracy = run.state.correct.item() / (steps * config.batch)
-    return {"losses": losses, "train_accuracy": round(accuracy, 4)}
+            return {"images": len(run.data.train), "losses": losses, "ended": str(error)}
+    accuracy = round(run.state.correct.item() / (steps * config.batch), 4)
+    return {"images": len(run.data.train), "losses": losses, "train_accuracy": accuracy}
 
 
 def main() -> None:
@@ -63,33 +63,32 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results/turning_cpu.json")
     arguments = parser.parse_args()
 
+    made_by = {
+        "command": command("python", "benchmarks/turning.py"),
+        "commit": commit(),
+        "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
+        "torch": torch.__version__,
+        "torchbcos": tb.__version__,
+        "size": arguments.size,
+        "batch": arguments.batch,
+        "change": arguments.change,
+        "steps_per_loss": EVERY,
+    }
     runs: list[dict[str, Any]] = []
-    if arguments.out.exists():  # another part of the same table
+    if arguments.out.exists():  # results are added to it
         runs = json.loads(arguments.out.read_text())["runs"]
     for recipe in arguments.recipes.split(","):
         for rms in map(float, arguments.rms.split(",")):
-            base = read_recipe(recipe, arguments.data, arguments.change)
             config = replace(
-                base, size=arguments.size, train_sizes=(), batch=arguments.batch, warmup=1,
+                read_recipe(recipe, arguments.data, arguments.change),
+                size=arguments.size, train_sizes=(), batch=arguments.batch, warmup=1,
                 weight_rms=rms, precision="bf16-mixed" if torch.cuda.is_available() else "32-true",
             )  # fmt: skip
             found = first_steps(config, arguments.steps)
             kept = {"recipe": recipe, "weight_rms": rms, "lr": config.lr, **found}
             print(json.dumps(kept), flush=True)
-            runs.append(kept)
-            made_by = {
-                "command": command("python", "benchmarks/turning.py"),
-                "commit": commit(),
-                "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
-                "torch": torch.__version__,
-                "torchbcos": tb.__version__,
-                "size": arguments.size,
-                "batch": arguments.batch,
-                "change": arguments.change,
-                "steps_per_loss": EVERY,
-            }
-            document = {"evidence": made_by, "runs": runs}
-            arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+            runs.append({**kept, "evidence": made_by})
+            arguments.out.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
