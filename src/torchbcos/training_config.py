@@ -87,12 +87,11 @@ class TrainConfig:
         for name in ("crop_area", "test_part"):
             if getattr(self, name) > 1:
                 refuse(name, "at most 1")
-        for name in (
-            "size", "memory", "lr_end", "warmup", "weight_rms", "weight_decay", "clip",
-            "adaptive_clip",
-        ):  # fmt: skip
-            if not 0 <= getattr(self, name) < math.inf:
+        for name in ("size", "memory", "lr_end", "warmup", "weight_decay", "clip", "adaptive_clip"):
+            if not getattr(self, name) >= 0:
                 refuse(name, "0 or more")
+        if not 0 <= self.weight_rms < math.inf:
+            refuse("weight_rms", "0 or more, and finite")
         if not 0 <= self.magnitude <= 30:
             refuse("magnitude", "from 0 to 30")
         if not all(size >= 1 for size in self.train_sizes):
