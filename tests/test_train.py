@@ -17,6 +17,7 @@ from torchbcos import train
 from torchbcos.captured import capture
 from torchbcos.checkpoint import load
 from torchbcos.evaluate import evaluate
+from torchbcos.optimiser import set_weight_rms
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*:DeprecationWarning:lightning.*",
@@ -305,7 +306,7 @@ def test_long_weights_compute_the_same_and_turn_less(little_data, tmp_path):
         model = tb.create_model("cifar9", max_out=2, preset="paper")
         images = torch.rand(4, 3, 32, 32)
         before = model(images)
-        train.set_weight_rms(model, rms)
+        set_weight_rms(model, rms)
         torch.testing.assert_close(model(images), before)
         for _, layer in model.bcos_layers():
             assert layer.weight.square().mean().sqrt().item() == pytest.approx(rms)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchbcos.batches import Batches, find_damaged
 from torchbcos.calibrate import calibrate
@@ -21,8 +21,8 @@ from torchbcos.data import Images, ImageSet, Split, open_data
 from torchbcos.evaluate import tally
 from torchbcos.finetune import freeze_all_but_the_head, with_new_head
 from torchbcos.interrupt import told_to_end
-from torchbcos.layers import BcosLayer
 from torchbcos.models import BcosModel, ConventionalModel, create_model
+from torchbcos.optimiser import clip_adaptively, make_optimiser, set_rate, set_weight_rms
 from torchbcos.processes import make_fabric, naming_lost_processes
 from torchbcos.progress import Journal, Progress
 from torchbcos.training_config import TrainConfig
@@ -123,7 +123,7 @@ class _Run:
         self.forward: Callable[[Tensor], Any] = self.wrapped
         if config.compile:
             self.forward = torch.compile(self.wrapped)
-        optimiser = _make_optimiser(config, model, fabric.device)
+        optimiser = make_optimiser(config, model, fabric.device)
         self.stepper = fabric.setup_optimizers(optimiser)
         averaged = [p.detach().clone() for p in model.parameters()] if config.ema else []
         loss, correct = (torch.zeros((), device=fabric.device) for _ in range(2))
@@ -214,7 +214,7 @@ class _Run:
 
     def advance(self, images: Tensor, labels: Tensor) -> None:
         state = self.state
-        _set_rate(state.optimiser, self.config.lr_at(state.step / self.steps_per_epoch))
+        set_rate(state.optimiser, self.config.lr_at(state.step / self.steps_per_epoch))
         if images.shape != self.captured and self._can_capture():
             self._capture(images, labels)
         torch.manual_seed(((self.config.seed << 32) + state.step) % 2**63)  # of dropout
@@ -374,49 +374,3 @@ class _Run:
             layer.scale = scales[name]
         model.temperature, model.scaling = mine.temperature, mine.scaling
         return model
-
-
-def _make_optimiser(
-    c: TrainConfig, model: nn.Module, device: torch.device
-) -> torch.optim.Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    cuda = device.type == "cuda"
-    common: dict[str, Any] = {"weight_decay": c.weight_decay, "fused": True if cuda else None}
-    if c.optimiser == "sgd":
-        nesterov = c.momentum > 0
-        return torch.optim.SGD(parameters, c.lr, momentum=c.momentum, nesterov=nesterov, **common)
-    kind = torch.optim.Adam if c.optimiser == "adam" else torch.optim.AdamW
-    rate = torch.tensor(c.lr, device=device) if cuda else c.lr  # a captured graph reads a tensor
-    return kind(parameters, rate, capturable=cuda, **common)
-
-
-def _set_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimiser.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-
-
-def set_weight_rms(model: nn.Module, rms: float) -> None:
-    """Lengthen the weights of B-cos layers to this root mean square.
-
-    Only their directions matter for what a layer computes, so this decides how fast they turn: a
-    step of Adam moves each entry by about lr, that is a weight by an angle of about lr / rms. The
-    cosines of a new layer with d inputs are about 1 / √d. Where a step changes them by as much, in
-    every layer of a deep network without norms, its logits grow without bound.
-    """
-    with torch.no_grad():
-        for layer in model.modules():
-            if isinstance(layer, BcosLayer):
-                layer.weight.mul_(rms / layer.weight.square().mean().sqrt().clamp(min=1e-30))
-
-
-def clip_adaptively(model: nn.Module, limit: float) -> None:
-    """Shrink the gradient of each weight row to at most `limit` times the row's norm."""
-    for layer in model.modules():
-        if isinstance(layer, BcosLayer) and layer.weight.grad is not None:
-            dims = list(range(1, layer.weight.dim()))
-            weight = torch.linalg.vector_norm(layer.weight.detach(), dim=dims, keepdim=True)
-            grad = torch.linalg.vector_norm(layer.weight.grad, dim=dims, keepdim=True)
-            layer.weight.grad.mul_((limit * weight / grad.clamp(min=1e-12)).clamp(max=1))
