@@ -338,7 +338,9 @@ def test_the_page_says_what_the_files_say(tmp_path):
         folder, "conventional", 0.9466, 0, methods={"ixg": others["ixg"]}, without=["ours"]
     )
     (folder / "tries").mkdir()
-    write_result(folder / "tries", "best", 0.9512, 0.91, config={"cutmix": 0.75})
+    options = {"b": 3.0, "max_out": 2, "norm": "uncentred", "blocks": [3, 3, 3], "width": 96}
+    tried = {"cutmix": 0.75, "options": options}
+    write_result(folder / "tries", "best", 0.9512, 0.91, config=tried)
     written = write_page(folder, tmp_path / "docs")
     page = (tmp_path / "docs" / "cifar10.md").read_text()
 
@@ -351,7 +353,7 @@ def test_the_page_says_what_the_files_say(tmp_path):
     assert accuracy["MaxOut, B = 2.5"][:3] == ["92.4", "92.10", "-0.30"]
     assert "4 of 5 measured accuracies" in page
     tried = rows(page, "How the recipes were found")["best"]
-    assert tried[:3] == ["best", "cutmix=0.75", "95.12"]
+    assert tried[:3] == ["best", "cutmix=0.75, options.b=3.0, options.width=96", "95.12"]
     assert "maxout-b1.5, maxout-b1.75, maxout-b2.25, maxout-b1.75-calibrated" in page  # not run yet
     assert "- maxout-b1: epochs=2" in page
     assert "0.300, 0.450, 0.740, 0.730; not from B = 2 to 2.5" in page

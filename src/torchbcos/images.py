@@ -94,7 +94,8 @@ def read_pixels(
         pixels = np.array(image)
     if pixels.ndim == 2:
         pixels = pixels[:, :, None]
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    # By NumPy: torch would wake all cores for each small image, in every thread that reads one.
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
 def check_image(path: Path | str) -> None:

@@ -43,7 +43,13 @@ class Result:
         """Settings that are not the recipe's."""
         e, made = self.experiment, self.document["config"]
         usual = read_recipe(e.recipe, made["data"], e.changes).as_json()
-        return [f"{k}={made[k]!r}" for k, v in usual.items() if made.get(k, v) != v]
+        others = [k for k, v in usual.items() if k != "options" and made.get(k, v) != v]
+        options, own = usual["options"], made["options"]
+        return [f"{k}={made[k]!r}" for k in others] + [
+            f"options.{k}={own.get(k)!r}"
+            for k in sorted({*options, *own})
+            if options.get(k) != own.get(k)
+        ]
 
 
 Results = Mapping[str, Result]
