@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchbcos.ops import kernels, norm_kernels
+from torchbcos.ops import augment_kernels, kernels, norm_kernels
 
 CONSTANTS = {
     "TAPS_H": 3,
@@ -28,22 +28,23 @@ POINTERS = {
 }  # fmt: skip
 FLOAT32 = {
     "sq", "out_sq", "sq_norm_grad", "parts", "sums", "mean", "variance", "inverse", "weight",
-    "bias",
+    "bias", "numbers", "found",
 }  # fmt: skip
 
 
 def signature(kernel, constants):
     kinds = {}
+    of_images = kernel in vars(augment_kernels).values()
     for name in inspect.signature(kernel.fn).parameters:
         if name in constants:
             kinds[name] = "constexpr"
         elif name == "winner":
             kinds[name] = "*i8"
-        elif name in FLOAT32:
+        elif name in FLOAT32 or (of_images and name in ("x", "out")):
             kinds[name] = "*fp32"
         elif name in POINTERS or (name == "b" and kernel is kernels.add):
             kinds[name] = "*bf16"
-        elif name in ("b", "scale", "eps"):
+        elif name in ("b", "scale", "eps", "levels"):
             kinds[name] = "fp32"
         else:
             kinds[name] = "i32"
@@ -51,7 +52,8 @@ def signature(kernel, constants):
 
 
 def main():
-    for kernel in (*vars(kernels).values(), *vars(norm_kernels).values()):
+    modules = (kernels, norm_kernels, augment_kernels)
+    for kernel in (k for module in modules for k in vars(module).values()):
         if not isinstance(kernel, triton.runtime.JITFunction) or kernel.fn.__name__[0] == "_":
             continue
         names = list(inspect.signature(kernel.fn).parameters)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from torchbcos import ops
+
 __all__ = [
     "AUGMENTATIONS",
     "Augmentation",
@@ -244,10 +246,14 @@ _OPERATIONS = (
 def _operate(x: Tensor, choice: Tensor, side: Tensor, m: float) -> Tensor:
     """`choice` [N] among `_OPERATIONS`, to the side 0 or 1, at magnitude `m` in 0..1.
 
-    All operations are computed for all images, and by the numbers of `_table` each image is changed
-    by its own alone: the others leave it as it is, to the bit.
+    By the numbers of `_table` each image is changed by its own operation alone. Without a kernel
+    all are computed for all images, and the others leave it as it is, to the bit.
     """
     own = _table(m, x.device, x.dtype)[choice, side]  # [N, 15]
+    step = 2 ** round(4 * m)
+    fused = ops.fused_augmentation(x, own, step)
+    if fused is not None:
+        return fused
     numbers = own[:, 6:, None, None, None].unbind(1)
     moves, saturates, contrasts, sharpens, factor, posterises, limit, stretches, equalises = numbers
 
@@ -258,7 +264,6 @@ def _operate(x: Tensor, choice: Tensor, side: Tensor, m: float) -> Tensor:
     other = grey * saturates + grey.mean((1, 2, 3), keepdim=True) * contrasts
     x = torch.lerp(_blurred(x).mul_(sharpens).add_(other), x, factor)
 
-    step = 2 ** round(4 * m)
     x = torch.lerp(x, (x * 255).div_(step).floor_().mul_(step).div_(255), posterises)
     x = torch.where(x >= limit, 1 - x, x)
 

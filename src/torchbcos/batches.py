@@ -75,7 +75,7 @@ class Batches:
         """
         rows = slice(None) if whole else self._share
         plan = self._plan(step, rows)
-        draws = self._draws(step, rows).to(self.device, non_blocking=True)
+        draws = self._on_device(self._draws(step, rows))
         if isinstance(self.images, Images):
             return self._cut(plan[0], draws, plan[2])
         images, labels = (t.to(self.device) for t in self.images.batch(*plan))
@@ -96,7 +96,7 @@ class Batches:
                 step += 1
         loader = _loader(_Decoder(self.images), _Plans(self, step), self._workers, self.device)
         for pixels, labels in _ahead(loader, self.device):
-            draws = self._draws(step, self._share).to(self.device, non_blocking=True)
+            draws = self._on_device(self._draws(step, self._share))
             yield self._augmented(pixels.float() / 255, labels, draws, self.size(step))
             step += 1
 
@@ -106,8 +106,9 @@ class Batches:
         epoch, within = divmod(step, self.steps_per_epoch)
         if self._order is None or self._order[0] != epoch:
             shuffled = torch.randperm(len(self.images), generator=_generator(c.seed, epoch, -1))
-            in_memory = isinstance(self.images, Images)
-            self._order = (epoch, shuffled.to(self.device) if in_memory else shuffled)
+            if isinstance(self.images, Images):
+                shuffled = self._on_device(shuffled)
+            self._order = (epoch, shuffled)
         indices = self._order[1][within * c.batch : (within + 1) * c.batch][rows]
         if isinstance(self.images, Images) or "resized_crop" not in c.augment:
             return indices, None, self.size(step)
@@ -116,10 +117,11 @@ class Batches:
 
     def _replayed(self, step: int) -> Batch:
         """As `at`, by the graph for images of this size."""
-        (indices, _, size), draws = self._plan(step, self._share), self._draws(step, self._share)
+        indices, _, size = self._plan(step, self._share)
+        draws = self._on_device(self._draws(step, self._share))
         if self._graph is None or self._graph[0] != size:
             self._graph = None  # its memory is free for the next
-            example = (indices.clone(), draws.to(self.device))
+            example = (indices.clone(), draws.clone())
             self._graph = (size, as_graph(partial(self._cut, size=size), *example))
         return self._graph[1](indices, draws)
 
@@ -153,8 +155,13 @@ class Batches:
     def _draws(self, step: int, rows: slice) -> Tensor:
         """The numbers [K, n] of all augmentations, together, so that they are copied at once."""
         drawn = [*(self._draw(step, name) for name in self._names), self._draw_mixing(step)]
-        packed = torch.cat([numbers[:, rows] for numbers in drawn])
-        return packed.pin_memory() if self.device.type == "cuda" else packed
+        return torch.cat([numbers[:, rows] for numbers in drawn])
+
+    def _on_device(self, numbers: Tensor) -> Tensor:
+        """A copy that the host does not wait for."""
+        if self.device.type != "cuda":
+            return numbers.to(self.device)
+        return numbers.pin_memory().to(self.device, non_blocking=True)
 
     def _draw(self, step: int, name: str) -> Tensor:
         c = self.config

@@ -34,6 +34,7 @@ __all__ = [
     "bcos_linear",
     "bcos_scale",
     "box_sum",
+    "fused_augmentation",
     "fused_batch_norm",
     "fused_scale",
     "multiply",
@@ -117,6 +118,15 @@ def fused_scale(
         return None
     inverse = (variance.float() + eps).rsqrt()
     fused: Tensor = _twin("triton_norms").scale(x, inverse, weight, bias)
+    return fused
+
+
+def fused_augmentation(x: Tensor, numbers: Tensor, levels: int) -> Tensor | None:
+    """One operation of RandAugment on each image, where there is a kernel for it."""
+    plain = x.dim() == 4 and x.shape[1] == 3 and x.dtype == torch.float32
+    if not plain or x.requires_grad or not _fusible(x, numbers):
+        return None
+    fused: Tensor = _twin("triton_augment").operate(x, numbers, levels)
     return fused
 
 
