@@ -36,8 +36,10 @@ allocator's blocks; that of other steps is the peak of what they allocate.
 nor activation (two units: doubled channels and a plain maximum). Torch's average pool is slow in
 channels last, and ours is not: part of what we gain on the floor is the pool. *Floor, our pool* is
 the floor without that part. *Peer* is the same network with the layers of `bcos` 0.1.3. Ratios are
-of times within one run. Before anything is measured, the layers are compared with the reference in
-float64.
+of times within one run: a row without one is from another run than the floor of its table, and its
+time, other than its device time, from a host of another speed. The table over B and that of
+explanations are put together from several runs. Before anything is measured, the layers are
+compared with the reference in float64.
 """
 POOLED = """\
 The run has no floor with our pool; in a separate one that of ResNet-34, with our sums too, took

@@ -130,3 +130,13 @@ def draw_colours(root, parts, names, size):
                 picture = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
                 picture.save(root / part / name / f"{i}.png")
     return root
+
+
+def pictures(dtype):
+    """Bytes in 0..1: noise, a dark and narrow range, one colour, two colours, and a ramp."""
+    noise = torch.randint(0, 256, (3, 16, 16), generator=torch.Generator().manual_seed(0))
+    ramp = torch.arange(256).view(16, 16).expand(3, 16, 16)
+    flat = torch.full((3, 16, 16), 77)
+    steps = torch.where(ramp % 3 == 0, 250, 20)
+    x = torch.stack([noise, noise // 20 + 3, flat, steps, ramp, 255 - ramp // 2])
+    return x.to(dtype) / 255

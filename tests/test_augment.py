@@ -5,6 +5,7 @@ import torch
 import torchvision.transforms.v2.functional as TF
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cases import pictures
 from torchbcos.augment import (
     _OPERATIONS,
     AUGMENTATIONS,
@@ -142,16 +143,6 @@ def by_torchvision(name, x, sign, m):
 
 def in_bytes(x):
     return (x * 255).round().to(torch.uint8)
-
-
-def pictures(dtype):
-    """Bytes in 0..1: noise, a dark and narrow range, one colour, two colours, and a ramp."""
-    noise = torch.randint(0, 256, (3, 16, 16), generator=torch.Generator().manual_seed(0))
-    ramp = torch.arange(256).view(16, 16).expand(3, 16, 16)
-    flat = torch.full((3, 16, 16), 77)
-    steps = torch.where(ramp % 3 == 0, 250, 20)
-    x = torch.stack([noise, noise // 20 + 3, flat, steps, ramp, 255 - ramp // 2])
-    return x.to(dtype) / 255
 
 
 @pytest.mark.parametrize("m", [0.0, 9.0, 17.5, 30.0])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cases import pictures
 from torchbcos import augment
 from torchbcos.augment import _OPERATIONS, _operate, _table
 
@@ -10,17 +11,6 @@ pytest.importorskip("triton")
 from torchbcos.ops import triton_augment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def pictures(height=19, width=23):
-    """Bytes in 0..1: noise, a dark and narrow range, one colour, two colours, and a ramp."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(0, 256, (3, height, width), generator=generator)
-    ramp = (torch.arange(height * width) % 256).view(height, width).expand(3, height, width)
-    flat = torch.full((3, height, width), 77)
-    steps = torch.where(ramp % 3 == 0, 250, 20)
-    x = torch.stack([noise, noise // 20 + 3, flat, steps, ramp, 255 - ramp // 2])
-    return x.float() / 255
 
 
 def reference(x, choice, side, m):
@@ -35,7 +25,7 @@ def fused(x, choice, side, m):
 @pytest.mark.parametrize("m", [0.3, 1.0])
 @pytest.mark.parametrize("name", _OPERATIONS)
 def test_each_operation_equals_the_reference(name, m):
-    x = pictures()
+    x = pictures(torch.float32)
     choice = torch.full((len(x),), _OPERATIONS.index(name))
     for sides in (torch.zeros(6).long(), torch.ones(6).long()):
         made, expected = fused(x, choice, sides, m), reference(x, choice, sides, m)
@@ -45,7 +35,7 @@ def test_each_operation_equals_the_reference(name, m):
 
 @pytest.mark.parametrize("name", ["identity", "posterise", "solarise", "autocontrast", "equalise"])
 def test_operations_by_a_table_are_exact(name):
-    x = pictures()
+    x = pictures(torch.float32)
     choice, side = torch.full((6,), _OPERATIONS.index(name)), torch.zeros(6).long()
     assert torch.equal(fused(x, choice, side, 0.3), _operate(x, choice, side, 0.3))
 
@@ -65,7 +55,8 @@ def test_each_image_of_a_batch_takes_its_own(monkeypatch):
         assert torch.equal(given, before)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_a_gpu_takes_the_kernels_and_gives_what_a_cpu_does(monkeypatch):
     used = []
     operate = triton_augment.operate

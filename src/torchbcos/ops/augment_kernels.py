@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 _NUMBERS = tl.constexpr(15)
-_ROW = tl.constexpr(260)  # of what `measure` leaves: 256 values, mean, least, largest, nothing
+ROW = tl.constexpr(260)  # of what `measure` leaves: 256 values, mean, least, largest, nothing
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def measure(x, numbers, found, pixels, BLOCK: tl.constexpr):
     """For each channel of an image, where its operation needs them: mean, least and largest value,
     and what each of the 256 levels becomes when they are equalised."""
     row = tl.program_id(0).to(tl.int64)
-    own, found = numbers + row // 3 * _NUMBERS, found + row * _ROW
+    own, found = numbers + row // 3 * _NUMBERS, found + row * ROW
     equalises = tl.load(own + 14) > 0
     if (tl.load(own + 8) > 0) | (tl.load(own + 13) > 0) | equalises:
         total = tl.zeros([BLOCK], tl.float32)
@@ -62,7 +62,7 @@ def operate(x, numbers, found, out, height, width, levels, BLOCK: tl.constexpr):
     inside = at < pixels
     row, column = at // width, at % width
     x, out = x + image * 3 * pixels, out + image * 3 * pixels
-    own, found = numbers + image * _NUMBERS, found + image * 3 * _ROW
+    own, found = numbers + image * _NUMBERS, found + image * 3 * ROW
     moves, saturates, contrasts = tl.load(own + 6), tl.load(own + 7), tl.load(own + 8)
     sharpens, factor, posterises = tl.load(own + 9), tl.load(own + 10), tl.load(own + 11)
     limit, stretches, equalises = tl.load(own + 12), tl.load(own + 13), tl.load(own + 14)
@@ -83,11 +83,11 @@ def operate(x, numbers, found, out, height, width, levels, BLOCK: tl.constexpr):
         )
     if contrasts > 0:
         at_mean = found + 256
-        grey += _grey(tl.load(at_mean), tl.load(at_mean + _ROW), tl.load(at_mean + 2 * _ROW))
+        grey += _grey(tl.load(at_mean), tl.load(at_mean + ROW), tl.load(at_mean + 2 * ROW))
     within = inside & (row > 0) & (row < height - 1) & (column > 0) & (column < width - 1)
 
     for channel in tl.static_range(3):
-        plane, of_channel = x + channel * pixels, found + channel * _ROW
+        plane, of_channel = x + channel * pixels, found + channel * ROW
         value = tl.load(plane + at, mask=inside, other=0.0)
         if moves > 0:
             value = _between_pixels(plane, from_x, from_y, height, width)
@@ -101,7 +101,7 @@ def operate(x, numbers, found, out, height, width, levels, BLOCK: tl.constexpr):
         if stretches > 0:
             low, high = tl.load(of_channel + 257), tl.load(of_channel + 258)
             if high > low:
-                value = tl.div_rn(value - low, tl.full([BLOCK], 1.0, tl.float32) * (high - low))
+                value = tl.div_rn(value - low, high - low)
         value = tl.minimum(tl.maximum(value, 0.0), 1.0)
         if equalises > 0:
             value = tl.load(of_channel + _level(value))

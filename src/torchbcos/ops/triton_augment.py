@@ -17,7 +17,7 @@ def operate(x: Tensor, numbers: Tensor, levels: int) -> Tensor:
     """Images [N, 3, H, W] in float32, each after the operation that its `numbers` [N, 15] say."""
     n, channels, height, width = x.shape
     x, numbers = x.contiguous(), numbers.contiguous()
-    found = torch.empty(n * channels, kernels._ROW.value, device=x.device)
+    found = torch.empty(n * channels, kernels.ROW.value, device=x.device)
     out = torch.empty_like(x)
     pixels = height * width
     kernels.measure[n * channels,](x, numbers, found, pixels, BLOCK)
