@@ -11,7 +11,6 @@ from torchbcos.ops import augment_kernels, kernels, norm_kernels
 CONSTANTS = {
     "TAPS_H": 3,
     "TAPS_W": 3,
-    "CHANNELS": 64,
     "BLOCK_M": 64,
     "BLOCK_C": 64,
     "BLOCK": 1024,
@@ -21,7 +20,10 @@ CONSTANTS = {
     "HAS_WEIGHT": True,
     "HAS_BIAS": True,
 }
-VARIANTS = [{"UNITS": u, "QUARTERS": q} for u, q in ((1, -1), (2, 0), (1, 4), (2, 7))]
+VARIANTS = [
+    {"UNITS": units, "QUARTERS": quarters, "WHOLE": whole}
+    for units, quarters, whole in ((1, -1, True), (2, 0, False), (1, 4, False), (2, 7, True))
+]
 POINTERS = {
     "weight", "rows", "grad_rows", "grad", "x", "sq", "a", "out", "out_sq", "lin",
     "lin_grad", "sq_norm_grad", "x_grad", "parts", "sums", "mean", "variance", "inverse", "bias",

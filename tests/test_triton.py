@@ -1,5 +1,6 @@
 """The fused kernels against the reference in float64: on a GPU, else under Triton's interpreter."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from torchbcos import ops
 from torchbcos.ops import reference
 
 pytest.importorskip("triton")
-from torchbcos.ops import launch, triton, triton_maps
+from torchbcos.ops import launch, triton, triton_maps, triton_norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
@@ -295,7 +296,28 @@ def test_the_kernels_compile_for_a_gpu(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert {"forward 4", "backward 4", "average 1"} <= set(done.stdout.splitlines())
+    assert {"forward 4", "backward 4", "average 2"} <= set(done.stdout.splitlines())
+
+
+def test_one_compiled_kernel_serves_many_numbers_of_channels(monkeypatch):
+    """A DenseNet has a different number in each layer."""
+    constants = {}
+
+    def note(started, *tensors):
+        names = inspect.signature(started._kernel.fn).parameters.values()
+        given = zip(names, (*tensors, *started._rest), strict=True)
+        fixed = tuple(v for p, v in given if p.annotation is not inspect.Parameter.empty)
+        constants.setdefault(started._kernel.fn.__name__, set()).add(fixed)
+
+    monkeypatch.setattr(launch.Launch, "__call__", note)
+    for channels in (66, 86, 108, 120):
+        x = draw(2, channels, 4, 4).requires_grad_()
+        normed, _ = triton_norms.batch_norm(x, x.new_ones(channels), None, 1e-5)
+        conv(triton, normed, draw(8, channels, 3, 3).requires_grad_()).sum().backward()
+    expected = {"moments", "normalise", "normalise_backward", "forward", "add_norm_gradient"}
+    assert expected <= set(constants)
+    per_weight = {"unit_rows", "unit_rows_backward"}  # whose block is as long as a row
+    assert {k for k, v in constants.items() if len(v) > 1} <= per_weight
 
 
 # How a kernel is started.

@@ -5,10 +5,15 @@ image · stride_n + place · stride_p, so that both memory formats are the same 
 and written in the tensors' types and computed in float32.
 """
 
-# Capitals are compile-time constants; QUARTERS is 4·(b - 1) where that is a small integer, else -1.
+# Capitals are compile-time constants: QUARTERS is 4·(b - 1) where that is a small integer, else -1;
+# WHOLE is true where one block has all channels and no more. The number of channels is not one, for
+# a DenseNet has a different number in each layer, and compiling for all of them takes minutes.
 
 import triton
 import triton.language as tl
+
+#: Sizes by whose divisors no faster code could be made.
+GEOMETRY = ["in_h", "in_w", "out_h", "out_w"]
 
 
 @triton.jit
@@ -90,15 +95,17 @@ def _start(m, places, stride_n, stride_p):
 @triton.jit
 def sum_of_squares(
     x, sq, pixels, places, x_n, x_p, x_c,
-    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    if WHOLE:
+        channels = BLOCK_C
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < pixels
     at = _start(m, places, x_n, x_p)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+    for start in range(0, channels, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
-        mask = inside[:, None] & (c < CHANNELS)[None, :]
+        mask = inside[:, None] & (c < channels)[None, :]
         value = tl.load(x + at[:, None] + c[None, :] * x_c, mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(value * value, 1)
     tl.store(sq + m, total, mask=inside)
@@ -107,17 +114,19 @@ def sum_of_squares(
 @triton.jit
 def add(
     a, b, out, out_sq, pixels, places, a_n, a_p, a_c, b_n, b_p, b_c, out_n, out_p, out_c,
-    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """a + b, and its sum of squares."""
+    if WHOLE:
+        channels = BLOCK_C
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < pixels
     a_at, b_at = _start(m, places, a_n, a_p), _start(m, places, b_n, b_p)
     out_at = _start(m, places, out_n, out_p)
     squares = tl.zeros([BLOCK_M], tl.float32)
-    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+    for start in range(0, channels, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
-        mask = inside[:, None] & (c < CHANNELS)[None, :]
+        mask = inside[:, None] & (c < channels)[None, :]
         first = tl.load(a + a_at[:, None] + c[None, :] * a_c, mask=mask, other=0.0)
         second = tl.load(b + b_at[:, None] + c[None, :] * b_c, mask=mask, other=0.0)
         rounded = (first.to(tl.float32) + second.to(tl.float32)).to(out.dtype.element_ty)
@@ -163,16 +172,19 @@ def _box_sum_transposed(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=GEOMETRY)
 def forward(
     lin, sq, out, out_sq, winner,
     pixels, places, lin_n, lin_p, lin_c, out_n, out_p, out_c,
     in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
     b, scale,
     TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, UNITS: tl.constexpr, QUARTERS: tl.constexpr,
-    KEEP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    KEEP: tl.constexpr,
+    channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The largest unit times scale · |c|^(b-1), and the sum of squares; with KEEP, which unit."""
+    if WHOLE:
+        channels = BLOCK_C
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < pixels
     inverse = tl.zeros([BLOCK_M], tl.float32)
@@ -185,15 +197,15 @@ def forward(
         )  # fmt: skip
     lin_at, out_at = _start(m, places, lin_n, lin_p), _start(m, places, out_n, out_p)
     squares = tl.zeros([BLOCK_M], tl.float32)
-    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+    for start in range(0, channels, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
-        mask = inside[:, None] & (c < CHANNELS)[None, :]
+        mask = inside[:, None] & (c < channels)[None, :]
         at = lin + lin_at[:, None] + c[None, :] * lin_c
         best = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         if UNITS > 1:
             which = tl.zeros([BLOCK_M, BLOCK_C], tl.int8)
             for unit in tl.static_range(1, UNITS):
-                other = tl.load(at + unit * CHANNELS * lin_c, mask=mask, other=0.0).to(tl.float32)
+                other = tl.load(at + unit * channels * lin_c, mask=mask, other=0.0).to(tl.float32)
                 better = (other > best) | (other != other)
                 best = tl.where(better, other, best)
                 which = tl.where(better, unit, which).to(tl.int8)
@@ -213,7 +225,7 @@ def forward(
     tl.store(out_sq + m, squares, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=GEOMETRY)
 def backward(
     grad, out, sq, winner, lin_grad, sq_norm_grad,
     pixels, places, grad_n, grad_p, grad_c, out_n, out_p, out_c, lin_n, lin_p, lin_c,
@@ -221,9 +233,11 @@ def backward(
     b, scale,
     TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, UNITS: tl.constexpr, QUARTERS: tl.constexpr,
     FROZEN: tl.constexpr, NORMS: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The derivatives by lin and, with NORMS, by n² of the patches."""
+    if WHOLE:
+        channels = BLOCK_C
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < pixels
     inverse = tl.zeros([BLOCK_M], tl.float32)
@@ -241,9 +255,9 @@ def backward(
     grad_at, out_at = _start(m, places, grad_n, grad_p), _start(m, places, out_n, out_p)
     lin_at = _start(m, places, lin_n, lin_p)
     along = tl.zeros([BLOCK_M], tl.float32)
-    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+    for start in range(0, channels, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
-        mask = inside[:, None] & (c < CHANNELS)[None, :]
+        mask = inside[:, None] & (c < channels)[None, :]
         g = tl.load(grad + grad_at[:, None] + c[None, :] * grad_c, mask=mask, other=0.0)
         g = g.to(tl.float32)
         if QUARTERS == 0:
@@ -264,19 +278,21 @@ def backward(
             which = tl.load(winner + out_at[:, None] + c[None, :] * out_c, mask=mask, other=0)
             for unit in tl.static_range(UNITS):
                 part = tl.where(which == unit, by_lin, 0.0).to(lin_grad.dtype.element_ty)
-                tl.store(at + unit * CHANNELS * lin_c, part, mask=mask)
+                tl.store(at + unit * channels * lin_c, part, mask=mask)
     if NORMS:
         tl.store(sq_norm_grad + m, along * (inverse * inverse) * ((1 - b) / 2), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=GEOMETRY)
 def add_norm_gradient(
     grad, x, sq_norm_grad, pixels, places, grad_n, grad_p, grad_c, x_n, x_p, x_c,
     in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
     TAPS_H: tl.constexpr, TAPS_W: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """grad += 2 · x · (derivative by the pixels' Σ x²), in place."""
+    if WHOLE:
+        channels = BLOCK_C
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < pixels
     twice = 2 * _box_sum_transposed(
@@ -284,31 +300,33 @@ def add_norm_gradient(
         dil_h, dil_w, TAPS_H, TAPS_W,
     )  # fmt: skip
     grad_at, x_at = _start(m, places, grad_n, grad_p), _start(m, places, x_n, x_p)
-    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+    for start in range(0, channels, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
-        mask = inside[:, None] & (c < CHANNELS)[None, :]
+        mask = inside[:, None] & (c < channels)[None, :]
         at = grad + grad_at[:, None] + c[None, :] * grad_c
         g = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         value = tl.load(x + x_at[:, None] + c[None, :] * x_c, mask=mask, other=0.0).to(tl.float32)
         tl.store(at, (g + value * twice[:, None]).to(grad.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=GEOMETRY)
 def average(
     x, out, out_sq, pixels, places, x_n, x_p, x_c, out_n, out_p, out_c,
     in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
     TAPS_H: tl.constexpr, TAPS_W: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The mean over each patch, padding counted, and its sum of squares."""
+    if WHOLE:
+        channels = BLOCK_C
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < pixels
     image, top, left = m // places, (m // out_w) % out_h * step_h, m % out_w * step_w
     out_at = _start(m, places, out_n, out_p)
     squares = tl.zeros([BLOCK_M], tl.float32)
-    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+    for start in range(0, channels, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
-        mask = inside[:, None] & (c < CHANNELS)[None, :]
+        mask = inside[:, None] & (c < channels)[None, :]
         total = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
         for i in range(TAPS_H):
             row = top + i * dil_h - pad_h
@@ -325,20 +343,22 @@ def average(
     tl.store(out_sq + m, squares, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=GEOMETRY)
 def average_backward(
     grad, x_grad, pixels, places, grad_n, grad_p, grad_c, x_n, x_p, x_c,
     in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
     TAPS_H: tl.constexpr, TAPS_W: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    if WHOLE:
+        channels = BLOCK_C
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < pixels
     image, y, x = m // places, (m // in_w) % in_h, m % in_w
     x_at = _start(m, places, x_n, x_p)
-    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+    for start in range(0, channels, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
-        mask = inside[:, None] & (c < CHANNELS)[None, :]
+        mask = inside[:, None] & (c < channels)[None, :]
         total = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
         for i in range(TAPS_H):
             row = y + pad_h - i * dil_h

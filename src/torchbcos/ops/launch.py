@@ -81,11 +81,13 @@ class Launch:
                 self._between, self._start = called[before : -len(own)], made.run.launch
 
 
-def tile(pixels: int, channels: int) -> tuple[int, int, int]:
-    """Programs, and the pixels and channels that each takes at a time, about 4096 elements."""
+def tile(pixels: int, channels: int) -> tuple[int, tuple[int, int, int, bool]]:
+    """Programs, and a kernel's last arguments: the channels, the pixels and channels that it takes
+    at a time, about 4096 elements, and whether those are the channels.
+    """
     block_c = min(triton.next_power_of_2(channels), 512)
     block_m = max(1, min(4096 // block_c, 128, triton.next_power_of_2(pixels)))
-    return triton.cdiv(pixels, block_m), block_m, block_c
+    return triton.cdiv(pixels, block_m), (channels, block_m, block_c, block_c == channels)
 
 
 def layout(shape: Shape, stride: Shape) -> tuple[int, int, int]:

@@ -4,7 +4,7 @@ Pixels and channels as in `kernels`. Sums over all pixels are made in parts, one
 and added up afterwards, so that they come out the same every time.
 """
 
-# Capitals are compile-time constants.
+# Capitals are compile-time constants, WHOLE where one block has all channels and no more.
 
 import triton
 import triton.language as tl
@@ -12,16 +12,18 @@ import triton.language as tl
 from torchbcos.ops.kernels import _start
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def moments(
     x, parts, steps, pixels, places, x_n, x_p, x_c,
-    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Σ (x - s) and Σ (x - s)² to parts [P, 2, C]; s is the first pixel, lest digits cancel."""
-    blocks = tl.cdiv(CHANNELS, BLOCK_C)
+    if WHOLE:
+        channels = BLOCK_C
+    blocks = tl.cdiv(channels, BLOCK_C)
     part = tl.program_id(0) // blocks
     c = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
-    known = c < CHANNELS
+    known = c < channels
     shift = tl.load(x + c * x_c, mask=known, other=0.0).to(tl.float32)
     first = tl.zeros([BLOCK_C], tl.float32)
     second = tl.zeros([BLOCK_C], tl.float32)
@@ -33,26 +35,26 @@ def moments(
         value = tl.where(mask, value - shift[None, :], 0.0)
         first += tl.sum(value, 0)
         second += tl.sum(value * value, 0)
-    tl.store(parts + part * 2 * CHANNELS + c, first, mask=known)
-    tl.store(parts + (part * 2 + 1) * CHANNELS + c, second, mask=known)
+    tl.store(parts + part * 2 * channels + c, first, mask=known)
+    tl.store(parts + (part * 2 + 1) * channels + c, second, mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "pixels"])
 def statistics(
     parts, x, mean, variance, inverse, count, pixels, eps, x_c,
-    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Mean, variance and 1/deviation of each channel, from the `count` parts of `moments`."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    known = c < CHANNELS
+    known = c < channels
     first = tl.zeros([BLOCK_C], tl.float32)
     second = tl.zeros([BLOCK_C], tl.float32)
     for start in range(0, count, BLOCK_M):
         p = start + tl.arange(0, BLOCK_M)
         mask = (p < count)[:, None] & known[None, :]
-        at = p[:, None] * 2 * CHANNELS + c[None, :]
+        at = p[:, None] * 2 * channels + c[None, :]
         first += tl.sum(tl.load(parts + at, mask=mask, other=0.0), 0)
-        second += tl.sum(tl.load(parts + at + CHANNELS, mask=mask, other=0.0), 0)
+        second += tl.sum(tl.load(parts + at + channels, mask=mask, other=0.0), 0)
     moved = first / pixels
     squared = tl.maximum(second / pixels - moved * moved, 0.0)
     shift = tl.load(x + c * x_c, mask=known, other=0.0).to(tl.float32)
@@ -64,17 +66,19 @@ def statistics(
 @triton.jit
 def normalise(
     x, inverse, weight, bias, out, out_sq, pixels, places, x_n, x_p, x_c, out_n, out_p, out_c,
-    CHANNELS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """x · inverse · weight + bias, and its sum of squares over the channels."""
+    if WHOLE:
+        channels = BLOCK_C
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < pixels
     x_at, out_at = _start(m, places, x_n, x_p), _start(m, places, out_n, out_p)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+    for start in range(0, channels, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
-        known = c < CHANNELS
+        known = c < channels
         mask = inside[:, None] & known[None, :]
         value = tl.load(x + x_at[:, None] + c[None, :] * x_c, mask=mask, other=0.0).to(tl.float32)
         factor = tl.load(inverse + c, mask=known, other=0.0)
@@ -90,16 +94,18 @@ def normalise(
     tl.store(out_sq + m, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def gradient_sums(
     grad, x, parts, steps, pixels, places, g_n, g_p, g_c, x_n, x_p, x_c,
-    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Σ grad and Σ grad · x to parts [P, 2, C]."""
-    blocks = tl.cdiv(CHANNELS, BLOCK_C)
+    if WHOLE:
+        channels = BLOCK_C
+    blocks = tl.cdiv(channels, BLOCK_C)
     part = tl.program_id(0) // blocks
     c = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
-    known = c < CHANNELS
+    known = c < channels
     first = tl.zeros([BLOCK_C], tl.float32)
     second = tl.zeros([BLOCK_C], tl.float32)
     for step in range(steps):
@@ -110,32 +116,34 @@ def gradient_sums(
         g = tl.load(grad + g_at, mask=mask, other=0.0).to(tl.float32)
         first += tl.sum(g, 0)
         second += tl.sum(g * tl.load(x + x_at, mask=mask, other=0.0).to(tl.float32), 0)
-    tl.store(parts + part * 2 * CHANNELS + c, first, mask=known)
-    tl.store(parts + (part * 2 + 1) * CHANNELS + c, second, mask=known)
+    tl.store(parts + part * 2 * channels + c, first, mask=known)
+    tl.store(parts + (part * 2 + 1) * channels + c, second, mask=known)
 
 
 @triton.jit
 def normalise_backward(
     grad, x, mean, inverse, weight, sums, x_grad, pixels, places,
     g_n, g_p, g_c, x_n, x_p, x_c, out_n, out_p, out_c,
-    CHANNELS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """weight · (r · grad - r³ · (x - mean) · Σ grad · x / pixels), r being 1/deviation."""
+    if WHOLE:
+        channels = BLOCK_C
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < pixels
     g_at, x_at = _start(m, places, g_n, g_p), _start(m, places, x_n, x_p)
     out_at = _start(m, places, out_n, out_p)
-    for start in tl.static_range(0, CHANNELS, BLOCK_C):
+    for start in range(0, channels, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
-        known = c < CHANNELS
+        known = c < channels
         mask = inside[:, None] & known[None, :]
         middle = tl.load(mean + c, mask=known, other=0.0)
         r = tl.load(inverse + c, mask=known, other=0.0)
         factor = r
         if HAS_WEIGHT:
             factor *= tl.load(weight + c, mask=known, other=0.0).to(tl.float32)
-        slope = factor * r * r * tl.load(sums + CHANNELS + c, mask=known, other=0.0) / pixels
+        slope = factor * r * r * tl.load(sums + channels + c, mask=known, other=0.0) / pixels
         g = tl.load(grad + g_at[:, None] + c[None, :] * g_c, mask=mask, other=0.0).to(tl.float32)
         v = tl.load(x + x_at[:, None] + c[None, :] * x_c, mask=mask, other=0.0).to(tl.float32)
         value = factor[None, :] * g - slope[None, :] * (v - middle[None, :])

@@ -218,11 +218,9 @@ class _Layer:
 def _over(kernel: Any, shape: Shape, strides: Sequence[Shape], *rest: Any) -> Launch:
     """`kernel` over the pixels of maps [N, C, H, W]."""
     places = shape[2] * shape[3]
-    programs, block_m, block_c = tile(shape[0] * places, shape[1])
+    programs, blocks = tile(shape[0] * places, shape[1])
     layouts = [number for stride in strides for number in layout(shape, stride)]
-    return Launch(
-        kernel, programs, shape[0] * places, places, *layouts, *rest, shape[1], block_m, block_c
-    )
+    return Launch(kernel, programs, shape[0] * places, places, *layouts, *rest, *blocks)
 
 
 def _pixels(shape: Shape) -> tuple[Shape, Shape]:

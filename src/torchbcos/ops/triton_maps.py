@@ -33,22 +33,22 @@ def _launch_average(
 ) -> Launch:  # fmt: skip
     shape = x if backward else out
     places = shape[2] * shape[3]
-    programs, *blocks = tile(shape[0] * places, shape[1])
+    programs, blocks = tile(shape[0] * places, shape[1])
     geometry = (*x[2:], *out[2:], *stride, *padding, 1, 1)
     strides = (layout(x, x_stride), layout(out, out_stride))
     first, second = strides[::-1] if backward else strides
     return Launch(
         kernels.average_backward if backward else kernels.average, programs,
-        shape[0] * places, places, *first, *second, *geometry, *kernel, shape[1], *blocks,
+        shape[0] * places, places, *first, *second, *geometry, *kernel, *blocks,
     )  # fmt: skip
 
 
 @_cached
 def _launch_add(shape: Shape, a: Shape, b: Shape, out: Shape, where: Any) -> Launch:
     places = shape[2] * shape[3]
-    programs, *blocks = tile(shape[0] * places, shape[1])
+    programs, blocks = tile(shape[0] * places, shape[1])
     strides = (*layout(shape, a), *layout(shape, b), *layout(shape, out))
-    return Launch(kernels.add, programs, shape[0] * places, places, *strides, shape[1], *blocks)
+    return Launch(kernels.add, programs, shape[0] * places, places, *strides, *blocks)
 
 
 class _AveragePool(torch.autograd.Function):

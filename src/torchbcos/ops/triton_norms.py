@@ -44,12 +44,11 @@ class _Norm:
         self.out_stride = dense_stride(shape, stride)
         self.pixels = n * h * w
         self.squares = ((n, h, w), (h * w, w, 1))
-        programs, block_m, block_c = tile(self.pixels, channels)
-        blocks = triton.cdiv(channels, block_c)
+        programs, self.tile = tile(self.pixels, channels)
+        blocks = triton.cdiv(channels, self.tile[2])
         self.steps = triton.cdiv(programs, max(1, PROGRAMS // blocks))
         self.parts = triton.cdiv(programs, self.steps)
         self.sizes = (self.pixels, h * w)
-        self.tile = (channels, block_m, block_c)
         self.programs, self.summing = programs, self.parts * blocks
         x = layout(shape, stride)
         self.moments = Launch(
@@ -62,7 +61,7 @@ class _Norm:
         )  # fmt: skip
         self.normalise = Launch(
             kernels.normalise, programs, *self.sizes, *x, *layout(shape, self.out_stride),
-            channels, *affine, block_m, block_c,
+            *affine, *self.tile,
         )  # fmt: skip
         self._backward: dict[Any, tuple[Launch, Launch]] = {}
 
@@ -70,14 +69,14 @@ class _Norm:
         key = (grad.stride(), grad.dtype)
         if key not in self._backward:
             g, x = layout(self.shape, grad.stride()), layout(self.shape, self.stride)
-            channels, *blocks = self.tile
             self._backward[key] = (
                 Launch(
-                    kernels.gradient_sums, self.summing, self.steps, *self.sizes, *g, *x, *self.tile
+                    kernels.gradient_sums, self.summing, self.steps, *self.sizes, *g, *x,
+                    *self.tile,
                 ),
                 Launch(
                     kernels.normalise_backward, self.programs, *self.sizes, *g, *x,
-                    *layout(self.shape, self.out_stride), channels, self.affine[0], *blocks,
+                    *layout(self.shape, self.out_stride), self.affine[0], *self.tile,
                 ),
             )  # fmt: skip
         return self._backward[key]
