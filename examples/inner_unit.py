@@ -11,7 +11,7 @@ model = tb.load("cifar10")
 photo = Path(__file__).parent / "photos" / "cat.jpg"
 image = read_image(photo, model.input_size)[None]
 
-# The unit of layer 8 that fires most, where it fires most, and the patch of the image it sees.
+# The unit of block 8 that fires most, where it fires most, and the patch of the image it sees.
 strongest = tb.explain(model, image, layer="8", unit=lambda a: a.flatten(1).amax(1))
 top, left, bottom, right = strongest.window()
 print(strongest)

@@ -338,7 +338,7 @@ def test_the_page_says_what_the_files_say(tmp_path):
         folder, "conventional", 0.9466, 0, methods={"ixg": others["ixg"]}, without=["ours"]
     )
     (folder / "tries").mkdir()
-    options = {"b": 3.0, "max_out": 2, "norm": "uncentred", "blocks": [3, 3, 3], "width": 96}
+    options = {"b": 3.0, "max_out": 1, "norm": "uncentred", "blocks": [3, 3, 3], "width": 96}
     tried = {"cutmix": 0.75, "options": options}
     write_result(folder / "tries", "best", 0.9512, 0.91, config=tried)
     written = write_page(folder, tmp_path / "docs")

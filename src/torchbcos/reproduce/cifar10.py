@@ -36,7 +36,7 @@ def _cifar10() -> Iterable[Experiment]:
             yield Experiment(f"{e.name}-seed{seed}", e.recipe, what, (f"seed={seed}",))
     what = "the same shape, conventional: batch norm and ReLU"
     yield Experiment("conventional", "cifar10-conventional", what, compared=True)
-    yield Experiment("best", "cifar10-best", "our own recipe, cifar10-best")
+    yield Experiment("best", "cifar10-best", "our own recipe, cifar10-best", bundle="cifar10")
 
 
 #: By name, in the order of the page.
