@@ -36,6 +36,7 @@ docs: setup
 	$(BIN)/python docs/make_pictures.py
 	$(BIN)/python docs/make_speed.py
 	$(BIN)/torchbcos reproduce cifar10 --page
+	$(BIN)/torchbcos reproduce imagenette --page
 	$(BIN)/pytest -q README.md docs
 
 clean:

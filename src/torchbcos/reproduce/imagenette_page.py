@@ -85,9 +85,10 @@ def _head(found: Results, results: Path) -> str:
         "Imagenette is ten classes of ImageNet, 9,469 photographs to train with and 3,925 to test, "
         "at 224×224 pixels (for Inception-v3 enlarged to 299). On it the four architectures of the "
         "paper's Tab. 2 are trained from scratch, each as it was (conventional), as a B-cos "
-        "network without norms, as the paper has it, and as one with uncentred batch norms, which "
-        "are dynamic-linear as well; with the same data, augmentation and epochs. Beside them "
-        "stand the paper's numbers for ImageNet, which is another and harder task.",
+        "network without norms and with B = 2, as the paper has it, and as one with uncentred "
+        "batch norms, which are dynamic-linear as well, and B = 2.5; with the same data, "
+        "augmentation and epochs. Beside them stand the paper's numbers for ImageNet, which is "
+        "another and harder task.",
         "",
         "```",
         "torchbcos reproduce imagenette --data data/imagenette --out out/imagenette --jobs 4",
@@ -313,7 +314,7 @@ def _boxes(found: Results, end: str) -> Figure | None:
     panels = {}
     for arch, (title, _, _) in ARCHITECTURES.items():
         r = found.get(arch + end)
-        if r is None or not r.methods:
+        if r is None or len(r.methods) < 2:
             continue
         drawn = {m["label"]: np.array(m["percentiles"]) for m in r.methods.values()}
         ours = next((b.methods["ours"] for b in _bcos(found, arch) if "ours" in b.methods), None)

@@ -43,10 +43,13 @@ class Result:
         """Settings that are not the recipe's."""
         e, made = self.experiment, self.document["config"]
         usual = read_recipe(e.recipe, made["data"], e.changes).as_json()
-        others = [k for k, v in usual.items() if k != "options" and made.get(k, v) != v]
+        apart = {"options"}
+        if made["arch"].startswith("conventional/"):
+            apart.add("weight_rms")  # of B-cos weights, of which it has none
+        others = [k for k, v in usual.items() if k not in apart and made.get(k, v) != v]
         options, own = usual["options"], made["options"]
         return [f"{k}={made[k]!r}" for k in others] + [
-            f"options.{k}={own.get(k)!r}"
+            f"options.{k}={own[k]!r}" if k in own else f"options.{k}=default"
             for k in sorted({*options, *own})
             if options.get(k) != own.get(k)
         ]
