@@ -331,7 +331,7 @@ def test_the_page_says_what_the_files_say(tmp_path, finished):
     tries = rows(page, "How the recipes were found")
     assert tries["higher-rate"][:3] == ["resnet34-norm", "lr=0.002", "89.12"]
 
-    names = ["-no-norm", "-norm", "-conventional", "-loss"]
+    names = ["-no-norm", "-conventional", "-loss"]  # ours alone, with norms, is nothing to compare
     assert [p.name for p in written[1:]] == [f"imagenette{name}.png" for name in names]
     for path in written[1:]:
         assert f"pictures/{path.name}" in page
