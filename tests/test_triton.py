@@ -17,7 +17,7 @@ from torchbcos import ops
 from torchbcos.ops import reference
 
 pytest.importorskip("triton")
-from torchbcos.ops import launch, triton, triton_maps, triton_norms
+from torchbcos.ops import aside, launch, triton, triton_maps, triton_norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
@@ -318,6 +318,42 @@ def test_one_compiled_kernel_serves_many_numbers_of_channels(monkeypatch):
     assert expected <= set(constants)
     per_weight = {"unit_rows", "unit_rows_backward"}  # whose block is as long as a row
     assert {k for k, v in constants.items() if len(v) > 1} <= per_weight
+
+
+@pytest.mark.parametrize("kind", ["conv", "linear"])
+def test_weight_gradients_can_be_computed_beside_the_others(kind, monkeypatch):
+    """On a GPU on a stream of their own; here, at least by the same calls."""
+    x = (draw(4, 8, 5, 5) if kind == "conv" else draw(4, 8)).requires_grad_()
+    weights = [draw(8, 8, 3, 3, seed=i) if kind == "conv" else draw(8, 8, seed=i) for i in range(7)]
+
+    def gradients():
+        leaves = [w.clone(memory_format=torch.preserve_format) for w in weights]
+        h = x
+        for w in leaves:
+            w.requires_grad_()
+            h = (
+                conv(triton, h, w)
+                if kind == "conv"
+                else triton.bcos_linear(h, w, 2.0, 1, 1.0, None)
+            )
+        with aside.weight_gradients_aside():
+            h.sum().backward()
+        return [w.grad for w in leaves]
+
+    ran = []
+    beside = aside.Aside.run if DEVICE == "cuda" else lambda self, work, *given: work(*given)
+    monkeypatch.setattr(
+        aside.Aside, "run", lambda self, *given: ran.append(given[0]) or beside(self, *given)
+    )
+    if DEVICE == "cpu":
+        monkeypatch.setattr(aside.Aside, "__init__", lambda self: None)
+        monkeypatch.setattr(aside.Aside, "join", lambda self: None)
+    found = gradients()
+    assert len(ran) == len(weights)
+    assert aside.current() is None
+    monkeypatch.setattr(triton.aside, "current", lambda: None)
+    for mine, expected in zip(found, gradients(), strict=True):
+        assert_agrees(mine, expected.double())
 
 
 # How a kernel is started.

@@ -22,6 +22,7 @@ from torchbcos.evaluate import tally
 from torchbcos.finetune import freeze_all_but_the_head, with_new_head
 from torchbcos.interrupt import told_to_end
 from torchbcos.models import BcosModel, ConventionalModel, create_model
+from torchbcos.ops.aside import weight_gradients_aside
 from torchbcos.optimiser import clip_adaptively, make_optimiser, set_rate, set_weight_rms
 from torchbcos.processes import make_fabric, naming_lost_processes
 from torchbcos.progress import Journal, Progress
@@ -229,7 +230,7 @@ class _Run:
         pieces = list(zip(images.chunk(c.accumulate), labels.chunk(c.accumulate), strict=True))
         step_loss = torch.zeros_like(state.loss)
         for i, (part, its_labels) in enumerate(pieces):
-            with self._backward_by(i == len(pieces) - 1):
+            with self._backward_by(i == len(pieces) - 1), self._beside():
                 outputs = self.forward(part)
                 loss = self._criterion(outputs, its_labels) / c.accumulate
                 self.fabric.backward(loss)
@@ -258,6 +259,13 @@ class _Run:
         if self.fabric.world_size == 1:
             return torch.autograd.set_multithreading_enabled(False)
         return nullcontext() if last else self.fabric.no_backward_sync(self.wrapped)
+
+    def _beside(self) -> Any:
+        """Where launches cost nothing, gradients of weights are computed beside the others."""
+        alone = self.fabric.world_size == self.config.accumulate == 1
+        if alone and self.fabric.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return weight_gradients_aside()
+        return nullcontext()
 
     def _criterion(self, outputs: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
         main, *others = outputs if isinstance(outputs, tuple) else (outputs,)

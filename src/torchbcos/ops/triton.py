@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from torchbcos.ops import kernels, reference
+from torchbcos.ops import aside, kernels, reference
 from torchbcos.ops.launch import (
     Launch,
     Shape,
@@ -167,17 +167,11 @@ class _Layer:
         sq_norm_grad = empty(*self.out_pixels, torch.float32) if norms else sq
         launch(grad, out, sq, out if winner is None else winner, lin_grad, sq_norm_grad)
 
-        x_grad: Tensor | None
-        rows_grad: Tensor | None
-        if self.is_linear:
-            flat = lin_grad[:, :, 0, 0]
-            x_grad = (flat @ rows)[:, :, None, None] if by_x else None
-            rows_grad = flat.t() @ x[:, :, 0, 0] if by_weight else None
-        else:
-            x_grad, rows_grad, _ = _convolution_backward(
-                lin_grad, x, rows, None, *self.geometry, False, (0, 0), 1,
-                (by_x, by_weight, False),
-            )  # fmt: skip
+        weight_grad: Tensor | None = None
+        beside = aside.current() if by_x and by_weight else None
+        if beside is not None:
+            weight_grad = beside.run(self._by_weight, lin_grad, x, rows, weight)
+        x_grad, rows_grad = self._pulled_back(lin_grad, x, rows, by_x, by_weight and beside is None)
         if norms:
             assert x_grad is not None
             launch = self._add_norm_gradient.get(x_grad.stride())
@@ -185,15 +179,37 @@ class _Layer:
                 x_grad = by_pixels(x_grad)
                 launch = self._launch_add_norm_gradient(x_grad.stride())
             launch(x_grad, x, sq_norm_grad)
-        if rows_grad is None:
-            return x_grad, None
+        if rows_grad is not None:
+            weight_grad = self._by_direction(rows_grad, weight)
+        return x_grad, weight_grad
+
+    def _pulled_back(
+        self, lin_grad: Tensor, x: Tensor, rows: Tensor, by_x: bool, by_rows: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of lin's by x and by the rows, as far as they are asked for."""
+        if self.is_linear:
+            flat = lin_grad[:, :, 0, 0]
+            x_grad = (flat @ rows)[:, :, None, None] if by_x else None
+            return x_grad, flat.t() @ x[:, :, 0, 0] if by_rows else None
+        x_grad, rows_grad, _ = _convolution_backward(
+            lin_grad, x, rows, None, *self.geometry, False, (0, 0), 1, (by_x, by_rows, False)
+        )
+        return x_grad, rows_grad
+
+    def _by_weight(self, lin_grad: Tensor, x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        _, rows_grad = self._pulled_back(lin_grad, x, rows, False, True)
+        assert rows_grad is not None
+        return self._by_direction(rows_grad, weight)
+
+    def _by_direction(self, rows_grad: Tensor, weight: Tensor) -> Tensor:
+        """The gradient by the weight, of which only the direction matters."""
         if rows_grad.stride() != self.weight_stride:
             rows_grad = empty(self.weight, self.weight_stride, self.dtype).copy_(rows_grad)
         weight_grad = rows_grad
         if not self.rows_grad_is_reused:
             weight_grad = empty(self.weight, self.weight_stride, self.weight_dtype)
         self.unit_rows_backward(rows_grad, weight, weight_grad)
-        return x_grad, weight_grad
+        return weight_grad
 
     def _launch_backward(self, grad: Tensor, norms: bool) -> Launch:
         key = (grad.stride(), grad.dtype, norms)
