@@ -36,7 +36,8 @@ def _imagenette() -> Iterable[Experiment]:
     yield experiment("vgg11_bn-conventional", "VGG-11, conventional with batch norm")
     yield experiment("densenet121-one-unit", "DenseNet-121, B-cos, one unit", paper=72.6)
     yield experiment("densenet121-growth22", "DenseNet-121, B-cos, growth 22", paper=73.2)
-    yield experiment("small", "the bundled model: DenseNet-121, one unit, norms", bundle="imagenette")
+    what = "the bundled model: DenseNet-121, one unit, norms"
+    yield experiment("small", what, bundle="imagenette")
 
 
 #: By name, in the order of the page.
