@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cases import random
 from oracle import TOLERANCE, array, assert_agrees
-from torchbcos.encoding import check_images, check_values, decode, encode
+from torchbcos.encoding import begin_check_values, check_images, check_values, decode, encode
 
 UNIT = st.floats(0, 1, width=32)
 
@@ -194,3 +194,23 @@ def test_checks_leave_the_images_alone():
 
 def test_the_check_of_shapes_reads_no_values():
     check_images(torch.empty(2, 3, 4, 4, device="meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_check_on_a_gpu_is_ended_later_and_says_the_same():
+    images = torch.rand(2, 3, 4, 4)
+    begin_check_values(images.cuda())()
+    for bad in (images * 255, images / 0, images * 2 - 1):
+        with pytest.raises(ValueError, match="`images`") as expected:
+            check_values(bad)
+        end = begin_check_values(bad.cuda())  # and does not raise yet
+        with pytest.raises(ValueError, match="`images`") as raised:
+            end()
+        assert str(raised.value) == str(expected.value)
+
+
+def test_a_check_on_a_cpu_does_not_wait_for_its_end():
+    with pytest.raises(ValueError, match="divide by that"):
+        begin_check_values(255 * torch.rand(1, 3, 8, 8))
+    begin_check_values(torch.rand(1, 3, 8, 8))()

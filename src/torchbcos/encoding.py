@@ -6,10 +6,13 @@ alone, whatever its length, tells its colour (paper, Sec. 4 and supplement D).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-__all__ = ["check_images", "check_values", "decode", "encode"]
+__all__ = ["begin_check_values", "check_images", "check_values", "decode", "encode"]
 
 
 def encode(images: Tensor) -> Tensor:
@@ -74,8 +77,30 @@ def check_images(images: Tensor, channels: int = 3) -> None:
 
 def check_values(images: Tensor) -> None:
     """Raise if the values of `images` are not in 0..1, and say what they look like instead."""
-    low, high = (v.item() for v in torch.aminmax(images.detach()))
-    if not (torch.isfinite(torch.tensor([low, high])).all()):
+    _check_range(*torch.stack(torch.aminmax(images.detach())).tolist())
+
+
+def begin_check_values(images: Tensor) -> Callable[[], None]:
+    """`check_values`, which on a GPU is ended by calling what is returned: work that is started in
+    between need not wait until the GPU is done with earlier work.
+    """
+    if not images.is_cuda:
+        check_values(images)
+        return lambda: None
+    ends = torch.stack(torch.aminmax(images.detach()))
+    here = torch.empty_like(ends, device="cpu", pin_memory=True)
+    here.copy_(ends, non_blocking=True)
+    copied = torch.cuda.current_stream(images.device).record_event()
+
+    def end() -> None:
+        copied.synchronize()
+        _check_range(*here.tolist())
+
+    return end
+
+
+def _check_range(low: float, high: float) -> None:
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(
             f"`images` (from {low:g} to {high:g}) must be finite: look for a division by zero "
             "before this call."

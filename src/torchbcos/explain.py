@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchbcos.encoding import check_images, check_values, encode
+from torchbcos.encoding import begin_check_values, check_images, encode
 from torchbcos.explanation import Explanation
 from torchbcos.functional import collect_offsets, record_factors, replay_factors
 from torchbcos.models import BcosModel
@@ -61,9 +61,10 @@ def explain(
     (torch.Size([2, 2, 6, 32, 32]), torch.Size([2, 2, 32, 32]))
     """
     model = unwrapped(model)
+    end_check = None
     if isinstance(model, BcosModel):
         check_images(images, model.in_channels)
-        check_values(images)
+        end_check = begin_check_values(images)
     elif not isinstance(images, Tensor) or images.dim() != 4:
         shape = tuple(getattr(images, "shape", ()))
         raise ValueError(f"`images` (shape {shape}) must be a tensor [N, C, H, W].")
@@ -96,6 +97,8 @@ def explain(
         )
         for i, part in enumerate(images.split(chunk))
     ]
+    if end_check is not None:
+        end_check()
     joined = {
         field.name: torch.cat([getattr(part, field.name) for part in parts])
         for field in fields(Explanation)
