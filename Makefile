@@ -13,7 +13,7 @@ $(READY): pyproject.toml
 	touch $@
 
 demo: setup
-	$(BIN)/torchbcos explain examples/photos/cat.jpg --top 3 --delta --out out/demo
+	$(BIN)/torchbcos explain examples/photos/church.jpg --top 3 --delta --out out/demo
 
 test: check
 	$(BIN)/pytest -n auto -q

@@ -15,6 +15,25 @@ from torchbcos.images import read_image
 ROOT = Path(__file__).parent.parent
 
 
+def church() -> None:
+    model = tb.load("imagenette")
+    seen = read_image(ROOT / "examples" / "photos" / "church.jpg", model.input_size)[None]
+    e = tb.explain(model, seen, ["church", "garbage truck"])
+    maps, sums = tb.render.contributions(e)[0], e.contributions[0].sum((1, 2))
+    panels = {
+        "photo": seen[0].permute(1, 2, 0).numpy(),
+        "W(x) for church": tb.render.colour(e)[0, 0],
+        f"contributions to church, in all {sums[0]:+.1f}": maps[0],
+        f"to garbage truck, in all {sums[1]:+.1f}": maps[1],
+    }
+    figure = Figure(figsize=(11.2, 2.95), layout="constrained", facecolor="white")
+    for axis, (title, picture) in zip(figure.subplots(1, 4), panels.items(), strict=True):
+        axis.imshow(picture)
+        axis.set_title(title, fontsize=9.5)
+        _bare(axis)
+    figure.savefig(ROOT / "docs" / "pictures" / "church.png", dpi=100)
+
+
 def cat() -> None:
     model = tb.load("cifar10")
     photo = ROOT / "examples" / "photos" / "cat.jpg"
@@ -79,6 +98,7 @@ def _bare(axis: Axes, colour: str = "#cccccc") -> None:
 
 
 if __name__ == "__main__":
+    church()
     cat()
     toy()
     neurons()
