@@ -299,7 +299,7 @@ def test_the_page_says_what_the_files_say(tmp_path, finished):
     ]  # fmt: skip
     assert accuracy["VGG-11"] == ["missing", "88.00", "", "missing", "", "69.0", "69.6", "+0.6"]
     assert "at most 1.0 points below in 1 of 1 architectures: ResNet-34 -0.90." in page
-    assert "The best B-cos network: ResNet-34, B-cos with uncentred batch norms, 90.10 %" in page
+    assert "The best B-cos network: DenseNet-121, B-cos, growth 22, 91.52 %" in page
     assert "With batch norms the conventional one has 90.00 %" in page
     assert "scored on 20 or 250 grids" in page
     assert "densenet121, densenet121-norm, inception_v3-conventional" in page  # not run yet

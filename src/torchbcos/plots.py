@@ -32,7 +32,7 @@ def score_boxes(
 
     if not panels or not all(panels.values()):
         raise ValueError("`panels` (={}) must hold the scores of at least one model and method.")
-    widths = [max(len(methods), 3) for methods in panels.values()]
+    widths = [max(len(methods), 3, len(title) // 8 + 1) for title, methods in panels.items()]
     beside = sum(widths) <= BESIDE
     across, down = (sum(widths), 1) if beside else (max(widths), len(panels))
     fig = Figure(figsize=(1.2 + 0.62 * across, 3.6 * down), layout="constrained")

@@ -36,7 +36,7 @@ def _imagenette() -> Iterable[Experiment]:
     yield experiment("vgg11_bn-conventional", "VGG-11, conventional with batch norm")
     yield experiment("densenet121-one-unit", "DenseNet-121, B-cos, one unit", paper=72.6)
     yield experiment("densenet121-growth22", "DenseNet-121, B-cos, growth 22", paper=73.2)
-    what = "the bundled model: DenseNet-121, one unit, norms"
+    what = "DenseNet-121, B-cos, one unit, uncentred batch norms (the bundled model)"
     yield experiment("small", what, bundle="imagenette")
 
 

@@ -129,7 +129,7 @@ def _accuracies(found: Results) -> str:
             f"The better of the two B-cos networks is above the conventional one or at most {NEAR} "
             f"points below in {near} of {len(better)} architectures: {each}."
         )
-    networks = [r for arch in ARCHITECTURES for r in _bcos(found, arch)]
+    networks = [r for name, r in found.items() if not name.endswith("-conventional")]
     if networks:
         best = max(networks, key=lambda r: r.accuracy)
         parts.append(f"The best B-cos network: {best.experiment.what}, {best.accuracy:.2f} %.")
@@ -269,9 +269,10 @@ def _bundled(r: Result | None) -> str:
     parts = ["## The bundled model"]
     if r is None or "bundle" not in r.document:
         return "\n\n".join([*parts, "Missing."])
-    d, options = r.document["bundle"], r.document["config"]["options"]
+    d, config = r.document["bundle"], r.document["config"]
+    options = [f"{name} = {value}" for name, value in config["options"].items()]
     rows = [
-        ["network", f"{r.document['config']['arch']}, {options}"],
+        ["network", ", ".join([config["arch"], *options])],
         ["parameters", f"{r.document['parameters'] / 1e6:.2f} M"],
         ["file, in float16", f"{d['bytes'] / 2**20:.1f} MiB"],
         ["accuracy, in float16", f"{100 * d['accuracy']:.2f} %"],
