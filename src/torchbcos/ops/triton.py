@@ -26,6 +26,7 @@ from torchbcos.ops import aside, kernels, reference
 from torchbcos.ops.launch import (
     Launch,
     Shape,
+    applied,
     by_pixels,
     dense_stride,
     empty,
@@ -287,6 +288,9 @@ class _Bcos(torch.autograd.Function):
         return *by, None, None
 
 
+_apply_bcos = applied(_Bcos)
+
+
 def _is_wanted(node: Any) -> bool:
     """Whether this backward pass will use a gradient: `torch.autograd.grad` may not ask for it."""
     try:
@@ -374,7 +378,7 @@ def _apply(
                        x.get_device(), stride, padding, dilation, b, units, scale, frozen)
     # fmt: on
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        out: Tensor = _Bcos.apply(x, weight, sq, layer)
+        out: Tensor = _apply_bcos(x, weight, sq, layer)
     else:
         out, *_ = layer.forward(x, sq, weight, False)
     return out

@@ -12,6 +12,7 @@ from torchbcos.ops import kernels
 from torchbcos.ops.launch import (
     Launch,
     Shape,
+    applied,
     by_pixels,
     dense_stride,
     empty,
@@ -75,6 +76,9 @@ class _AveragePool(torch.autograd.Function):
         return x_grad, None, None, None
 
 
+_apply_average_pool = applied(_AveragePool)
+
+
 def _average(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
     n, c, *size = x.shape
     h, w = (
@@ -102,6 +106,9 @@ class _Add(torch.autograd.Function):
         return grad, grad
 
 
+_apply_add = applied(_Add)
+
+
 def _sum(a: Tensor, b: Tensor) -> Tensor:
     shape, stride, dtype = tuple(a.shape), a.stride(), a.dtype
     n, _, h, w = shape
@@ -118,7 +125,7 @@ def avg_pool2d(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
     """Means over patches, with the zeros of the padding counted."""
     x = by_pixels(x)
     if torch.is_grad_enabled() and x.requires_grad:
-        out: Tensor = _AveragePool.apply(x, kernel, stride, padding)
+        out: Tensor = _apply_average_pool(x, kernel, stride, padding)
         return out
     return _average(x, kernel, stride, padding)
 
@@ -127,6 +134,6 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b, of the same shape and type."""
     a, b = by_pixels(a), by_pixels(b)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        out: Tensor = _Add.apply(a, b)
+        out: Tensor = _apply_add(a, b)
         return out
     return _sum(a, b)

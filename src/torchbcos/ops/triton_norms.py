@@ -20,6 +20,7 @@ from torchbcos.ops import norm_kernels as kernels
 from torchbcos.ops.launch import (
     Launch,
     Shape,
+    applied,
     by_pixels,
     dense_stride,
     empty,
@@ -119,6 +120,9 @@ class _BatchNorm(torch.autograd.Function):
         return x_grad, weight_grad, None if bias is None else sums[0].to(bias.dtype), None, None
 
 
+_apply_batch_norm = applied(_BatchNorm)
+
+
 def _even(parameter: Tensor | None) -> Tensor | None:
     """It itself where it begins at a multiple of 16 bytes, or a copy."""
     if parameter is None or not parameter.data_ptr() & 15:
@@ -178,7 +182,7 @@ def batch_norm(
     learns = any(t is not None and t.requires_grad for t in (x, weight, bias))
     if torch.is_grad_enabled() and learns:
         made: list[Tensor] = []
-        out: Tensor = _BatchNorm.apply(x, weight, bias, eps, made)
+        out: Tensor = _apply_batch_norm(x, weight, bias, eps, made)
         return out, made[0]
     out, _, variance, _ = _normalised(x, weight, bias, eps)
     return out, variance
