@@ -19,6 +19,7 @@ CONSTANTS = {
     "NORMS": True,
     "HAS_WEIGHT": True,
     "HAS_BIAS": True,
+    "TRACKED": True,
 }
 VARIANTS = [
     {"UNITS": units, "QUARTERS": quarters, "WHOLE": whole}
@@ -27,10 +28,11 @@ VARIANTS = [
 POINTERS = {
     "weight", "rows", "grad_rows", "grad", "x", "sq", "a", "out", "out_sq", "lin",
     "lin_grad", "sq_norm_grad", "x_grad", "parts", "sums", "mean", "variance", "inverse", "bias",
+    "running", "weight_grad",
 }  # fmt: skip
 FLOAT32 = {
     "sq", "out_sq", "sq_norm_grad", "parts", "sums", "mean", "variance", "inverse", "weight",
-    "bias", "numbers", "found",
+    "bias", "numbers", "found", "running", "weight_grad",
 }  # fmt: skip
 
 
@@ -46,7 +48,7 @@ def signature(kernel, constants):
             kinds[name] = "*fp32"
         elif name in POINTERS or (name == "b" and kernel is kernels.add):
             kinds[name] = "*bf16"
-        elif name in ("b", "scale", "eps", "levels"):
+        elif name in ("b", "scale", "eps", "momentum", "levels"):
             kinds[name] = "fp32"
         else:
             kinds[name] = "i32"

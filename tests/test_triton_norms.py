@@ -151,6 +151,27 @@ def test_the_layer_is_the_same_with_and_without(everywhere, momentum):
     assert_agrees(layer(x), out)  # with derivatives, that is by the plain way
 
 
+def test_a_running_variance_that_goes_on_in_the_kernel_counts_as_changed(everywhere, monkeypatch):
+    layer, x = norms.UncentredBatchNorm2d(5).to(DEVICE), draw(3, 5, 4, 6)
+    monkeypatch.setattr(layer, "_track", None)
+    before, version = layer.running_var.clone(), layer.running_var._version
+    layer(x)
+    assert layer.running_var._version > version
+    expected = torch.lerp(before, x.float().var((0, 2, 3)), 0.1)
+    assert_agrees(layer.running_var, expected)
+
+
+@pytest.mark.parametrize(
+    "running", [torch.ones(5, dtype=torch.float64), torch.ones(6)[1:], torch.ones(10)[::2]]
+)
+def test_a_running_variance_that_the_kernel_does_not_know_goes_on_too(everywhere, running):
+    layer, x = norms.UncentredBatchNorm2d(5).to(DEVICE), draw(3, 5, 4, 6)
+    layer.running_var = running.to(DEVICE)
+    layer(x)
+    expected = torch.lerp(torch.ones(5, device=DEVICE), x.float().var((0, 2, 3)), 0.1)
+    assert_agrees(layer.running_var.float(), expected)
+
+
 def test_explanations_take_the_plain_way(everywhere, monkeypatch):
     """Where the deviation is a constant: the derivative is weight / deviation."""
     monkeypatch.setattr(ops, "_twin", None)

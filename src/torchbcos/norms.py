@@ -94,11 +94,14 @@ class _UncentredBatchNorm(nn.modules.batchnorm._BatchNorm):
         if given is not None:
             out = fused_scale(input, given, self.weight, self.bias, self.eps)
             return self._plainly(input)[0] if out is None else out
-        out, variance = fused_batch_norm(input, self.weight, self.bias, self.eps) or self._plainly(
-            input
-        )
-        if self.training and self.running_var is not None:
-            self._track(variance.detach().flatten(), input.numel() // input.shape[1])
+        running = self.running_var if self.training else None
+        fused = fused_batch_norm(input, self.weight, self.bias, self.eps, running, self.momentum)
+        out, variance, is_tracked = fused or (*self._plainly(input), False)
+        if running is not None:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            if not is_tracked:
+                self._track(variance.detach().flatten(), input.numel() // input.shape[1])
         return out
 
     def _plainly(self, input: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,9 +116,10 @@ class _UncentredBatchNorm(nn.modules.batchnorm._BatchNorm):
     def _track(self, variance: Tensor, count: int) -> None:
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        rate: float | Tensor = 1 / self.num_batches_tracked.to(self.running_var.dtype)
-        if self.momentum is not None:
+        rate: float | Tensor
+        if self.momentum is None:
+            rate = 1 / self.num_batches_tracked.to(self.running_var.dtype)
+        else:
             rate = self.momentum
         unbiased = variance * (count / max(count - 1, 1))
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)

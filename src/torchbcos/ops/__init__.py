@@ -98,13 +98,29 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 
 def fused_batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor] | None:
-    """x / √(var + eps) · weight + bias and the variance, where there is a kernel for it."""
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    running: Tensor | None,
+    momentum: float | None,
+) -> tuple[Tensor, Tensor, bool] | None:
+    """x / √(var + eps) · weight + bias, the variance, and whether `running` went on by `momentum`
+    towards it; where there is a kernel for it.
+    """
     if x.dim() != 4 or not (_fusible(x) and _are_fusible(weight, bias)):
         return None
-    fused: tuple[Tensor, Tensor] = _twin("triton_norms").batch_norm(x, weight, bias, eps)
-    return fused
+    tracks = (
+        running is not None
+        and momentum is not None
+        and _is_known(running)
+        and running.dtype == torch.float32
+        and running.is_contiguous()
+        and not running.data_ptr() & 15
+    )
+    given = (running, momentum) if tracks else ()
+    out, variance = _twin("triton_norms").batch_norm(x, weight, bias, eps, *given)
+    return out, variance, tracks
 
 
 def fused_scale(

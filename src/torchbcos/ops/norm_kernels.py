@@ -39,14 +39,9 @@ def moments(
     tl.store(parts + (part * 2 + 1) * channels + c, second, mask=known)
 
 
-@triton.jit(do_not_specialize=["count", "pixels"])
-def statistics(
-    parts, x, mean, variance, inverse, count, pixels, eps, x_c,
-    channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Mean, variance and 1/deviation of each channel, from the `count` parts of `moments`."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    known = c < channels
+@triton.jit
+def _total(parts, count, channels, c, known, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The sum of parts [P, 2, C], of which there are `count`."""
     first = tl.zeros([BLOCK_C], tl.float32)
     second = tl.zeros([BLOCK_C], tl.float32)
     for start in range(0, count, BLOCK_M):
@@ -55,12 +50,45 @@ def statistics(
         at = p[:, None] * 2 * channels + c[None, :]
         first += tl.sum(tl.load(parts + at, mask=mask, other=0.0), 0)
         second += tl.sum(tl.load(parts + at + channels, mask=mask, other=0.0), 0)
+    return first, second
+
+
+@triton.jit(do_not_specialize=["count", "pixels"])
+def statistics(
+    parts, x, mean, variance, inverse, running, count, pixels, eps, momentum, x_c,
+    channels, TRACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Mean, variance and 1/deviation of each channel, from the `count` parts of `moments`; and
+    `running` goes on by `momentum` towards the variance of what the pixels are a sample of.
+    """
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    known = c < channels
+    first, second = _total(parts, count, channels, c, known, BLOCK_M, BLOCK_C)
     moved = first / pixels
     squared = tl.maximum(second / pixels - moved * moved, 0.0)
     shift = tl.load(x + c * x_c, mask=known, other=0.0).to(tl.float32)
     tl.store(mean + c, shift + moved, mask=known)
     tl.store(variance + c, squared, mask=known)
     tl.store(inverse + c, 1.0 / tl.sqrt(squared + eps), mask=known)
+    if TRACKED:
+        before = tl.load(running + c, mask=known, other=0.0)
+        unbiased = squared * (pixels / tl.maximum(pixels - 1, 1))
+        tl.store(running + c, before + momentum * (unbiased - before), mask=known)
+
+
+@triton.jit(do_not_specialize=["count"])
+def gradient_statistics(
+    parts, inverse, sums, weight_grad, count,
+    channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Sums [2, C] of the `count` parts of `gradient_sums`, and the gradient by the weight."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    known = c < channels
+    first, second = _total(parts, count, channels, c, known, BLOCK_M, BLOCK_C)
+    tl.store(sums + c, first, mask=known)
+    tl.store(sums + channels + c, second, mask=known)
+    by_weight = second * tl.load(inverse + c, mask=known, other=0.0)
+    tl.store(weight_grad + c, by_weight, mask=known)
 
 
 @triton.jit

@@ -55,16 +55,28 @@ class _Norm:
         self.moments = Launch(
             kernels.moments, self.summing, self.steps, *self.sizes, *x, *self.tile
         )
-        small = min(triton.next_power_of_2(channels), 16)
-        self.statistics = Launch(
-            kernels.statistics, triton.cdiv(channels, small), self.parts, self.pixels, eps, x[2],
-            channels, 64, small,
-        )  # fmt: skip
+        few = min(triton.next_power_of_2(channels), 16)
+        self._few = (triton.cdiv(channels, few), channels, few)
+        self._eps, self._x_c = eps, x[2]
+        self._statistics: dict[float | None, Launch] = {}
+        self.gradient_statistics = Launch(
+            kernels.gradient_statistics, self._few[0], self.parts, channels, 256, few
+        )
         self.normalise = Launch(
             kernels.normalise, programs, *self.sizes, *x, *layout(shape, self.out_stride),
             *affine, *self.tile,
         )  # fmt: skip
         self._backward: dict[Any, tuple[Launch, Launch]] = {}
+
+    def statistics(self, momentum: float | None) -> Launch:
+        """With None no running variance goes on."""
+        if momentum not in self._statistics:
+            programs, channels, few = self._few
+            self._statistics[momentum] = Launch(
+                kernels.statistics, programs, self.parts, self.pixels, self._eps, momentum or 0.0,
+                self._x_c, channels, momentum is not None, 256, few,
+            )  # fmt: skip
+        return self._statistics[momentum]
 
     def backward(self, grad: Tensor) -> tuple[Launch, Launch]:
         key = (grad.stride(), grad.dtype)
@@ -95,9 +107,10 @@ def _of(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> _N
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, made: Any
-    ) -> Tensor:
-        out, mean, variance, inverse = _normalised(x, weight, bias, eps)
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+        running: Tensor | None, momentum: float, made: Any,
+    ) -> Tensor:  # fmt: skip
+        out, mean, variance, inverse = _normalised(x, weight, bias, eps, running, momentum)
         made.append(variance)  # not an output, to which autograd would bring a gradient of zeros
         ctx.eps = eps
         ctx.save_for_backward(x, weight, bias, mean, inverse)
@@ -107,17 +120,20 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_reference_backward(grad, x, weight, bias, ctx.eps), None, None
+            return *_reference_backward(grad, x, weight, bias, ctx.eps), None, None, None, None
         norm, grad = _of(x, weight, bias, ctx.eps), by_pixels(grad)
         sum_gradients, by_x = norm.backward(grad)
         channels = x.shape[1]
         parts = empty((norm.parts, 2, channels), (2 * channels, channels, 1), torch.float32)
         sum_gradients(grad, x, parts)
-        sums = parts.sum(0)
+        sums = empty((2, channels), (channels, 1), torch.float32)
+        by_weight = empty((channels,), (1,), torch.float32)
+        norm.gradient_statistics(parts, inverse, sums, by_weight)
         x_grad = empty(norm.shape, norm.out_stride, x.dtype)
         by_x(grad, x, mean, inverse, _or_x(weight, x), sums, x_grad)
-        weight_grad = None if weight is None else (sums[1] * inverse).to(weight.dtype)
-        return x_grad, weight_grad, None if bias is None else sums[0].to(bias.dtype), None, None
+        weight_grad = None if weight is None else by_weight.to(weight.dtype)
+        bias_grad = None if bias is None else sums[0].to(bias.dtype)
+        return x_grad, weight_grad, bias_grad, None, None, None, None
 
 
 _apply_batch_norm = applied(_BatchNorm)
@@ -136,14 +152,19 @@ def _or_x(parameter: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _normalised(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    running: Tensor | None, momentum: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The output, and each channel's mean, variance and 1/deviation."""
     norm, channels = _of(x, weight, bias, eps), x.shape[1]
     parts = empty((norm.parts, 2, channels), (2 * channels, channels, 1), torch.float32)
     norm.moments(x, parts)
     mean, variance, inverse = (empty((channels,), (1,), torch.float32) for _ in range(3))
-    norm.statistics(parts, x, mean, variance, inverse)
+    if running is None:
+        norm.statistics(None)(parts, x, mean, variance, inverse, variance)
+    else:
+        norm.statistics(momentum)(parts, x, mean, variance, inverse, running)
+        torch.autograd.graph.increment_version(running)
     return _scaled(norm, x, inverse, weight, bias), mean, variance, inverse
 
 
@@ -175,16 +196,24 @@ def _reference_backward(
 
 
 def batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    running: Tensor | None = None,
+    momentum: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """x / √(var + eps) · weight + bias, and the variance [C] over images and pixels."""
+    """x / √(var + eps) · weight + bias, and the variance [C] over images and pixels.
+
+    `running`, in float32, goes on by `momentum` towards the unbiased variance.
+    """
     x, weight, bias = by_pixels(x), _even(weight), _even(bias)
     learns = any(t is not None and t.requires_grad for t in (x, weight, bias))
     if torch.is_grad_enabled() and learns:
         made: list[Tensor] = []
-        out: Tensor = _apply_batch_norm(x, weight, bias, eps, made)
+        out: Tensor = _apply_batch_norm(x, weight, bias, eps, running, momentum, made)
         return out, made[0]
-    out, _, variance, _ = _normalised(x, weight, bias, eps)
+    out, _, variance, _ = _normalised(x, weight, bias, eps, running, momentum)
     return out, variance
 
 
