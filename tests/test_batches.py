@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from torch import nn
 
 from small_training import QUIET, Processes, assert_same_weights, config, ended, weights
 from torchbcos import train
@@ -364,6 +366,39 @@ def test_folders_without_a_data_set_are_refused(tmp_path, make, words):
         open_data(tmp_path / "data")
 
 
+@pytest.mark.parametrize("only", ["train", "test"])
+def test_only_one_set_is_read(folder, only):
+    """A damaged image of the other is not noticed."""
+    other = {"train": "val", "test": "train"}[only]
+    (folder / other / "a" / "text.png").write_text("no image")
+    whole, data = open_data(folder, bad="skip"), open_data(folder, only=only)
+    assert torch.equal(getattr(data, only).pixels, getattr(whole, only).pixels)
+    assert isinstance(getattr(data, {"train": "test", "test": "train"}[only]), ImageFiles)
+    assert data.classes == whole.classes
+
+
+@pytest.mark.parametrize("place", ["", "val"])
+def test_test_images_need_no_training_images(folder, place):
+    whole = open_data(folder).test
+    shutil.rmtree(folder / "train")
+    data = open_data(folder / place, only="test")
+    assert torch.equal(data.test.pixels, whole.pixels)
+    assert (data.classes, len(data.train)) == (("a", "b"), 0)
+    (folder / "val" / "c").mkdir()
+    with pytest.raises(DataError, match="val/c holds no images: fill it or remove"):
+        open_data(folder / place, only="test")
+    data = open_data(folder / place, only="test", bad="skip")
+    assert data.classes == ("a", "b")
+    assert len(data.skipped) == 1
+
+
+def test_the_wrong_folder_for_test_images_is_refused(folder):
+    with pytest.raises(DataError, match="must hold folders of images of at least two classes"):
+        open_data(folder / "val" / "a", only="test")
+    with pytest.raises(DataError, match=r"`only` \(='val'\) must be 'train', 'test' or ''"):
+        open_data(folder, only="val")
+
+
 def test_cifar_in_its_binary_form(tmp_path):
     generator = np.random.default_rng(0)
     names = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
@@ -382,3 +417,14 @@ def test_cifar_in_its_binary_form(tmp_path):
     (tmp_path / "test_batch.bin").write_bytes(b"short")
     with pytest.raises(DataError, match="has 5 bytes"):
         open_data(tmp_path)
+
+
+def test_a_terminal_shows_how_far_an_evaluation_is(folder):
+    model, images = nn.Sequential(nn.Flatten(), nn.Linear(1200, 2)), open_data(folder).test
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=80)
+    assert evaluate(model, images, 2, console=terminal) == evaluate(model, images, 2)
+    assert "100%" in shown.getvalue()
+    quiet = io.StringIO()
+    evaluate(model, images, 2, console=Console(file=quiet))
+    assert not quiet.getvalue()

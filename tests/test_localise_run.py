@@ -205,7 +205,7 @@ def files(trained, images, tmp_path, monkeypatch):
     for b, model in trained.items():
         tb.save(model, tmp_path / f"b{b:g}.safetensors")
     split = Split(images, images, CLASSES)
-    monkeypatch.setattr("torchbcos.data.open_data", lambda *_: split)
+    monkeypatch.setattr("torchbcos.data.open_data", lambda *_, **__: split)
     return tmp_path
 
 

@@ -271,10 +271,10 @@ def evaluate(
 
     network = load(model or default_name(), device=device)
     part = network.provenance.get("config", {}).get("test_part", 1.0)  # as when it was trained
-    split = open_data(data, network.input_size[0], part=part)
+    split = open_data(data, network.input_size[0], part=part, only="test")
     if network.classes is not None and network.classes != split.classes:
         fail(f"the model's classes ({', '.join(network.classes[:4])}, …) are not those of {data}.")
-    accuracy, loss = measure(network, split.test)
+    accuracy, loss = measure(network, split.test, console=errors)
     if as_json:
         sys.stdout.write(
             json.dumps({"accuracy": accuracy, "loss": loss, "images": len(split.test)}) + "\n"

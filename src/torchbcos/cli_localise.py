@@ -71,7 +71,7 @@ def localise(
         # Ours needs a B-cos model; beside one, a conventional network does without it.
         chosen = choose_methods(wanted, network)
         suitable = [m.name for m in chosen if isinstance(network, BcosModel) or not m.inherent]
-        split = open_data(data, size or native)
+        split = open_data(data, size or native, only="test")
         if classes is not None and classes != split.classes:
             raise ValueError(f"`--data` (={data!r}) has not the classes that {name} was made for.")
         images = split.test.to(device)

@@ -134,7 +134,7 @@ def _open(name: str, data: str, split: str, device: str) -> tuple[BcosModel, Spl
     if split not in ("test", "train"):
         raise ValueError(f"`--split` (={split!r}) must be 'test' or 'train'.")
     network = load(name, device=device)
-    opened = open_data(data, network.input_size[0])
+    opened = open_data(data, network.input_size[0], only=split)
     images = opened.test if split == "test" else opened.train
     return network, opened, images.to(device)
 

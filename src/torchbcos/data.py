@@ -160,6 +160,7 @@ def open_data(
     bad: str = "fail",
     memory: float = 4.0,
     part: float = 1.0,
+    only: str = "",
 ) -> Split:
     """A data set by its place: "shapes", a CIFAR-10 folder, class folders, or packed ones.
 
@@ -168,10 +169,13 @@ def open_data(
     at `size` (by default that of the first); larger sets stay in their files, `ImageFiles`. `bad`
     says what becomes of an image that cannot be read, an empty class, and a class that only the
     test images have: "fail" names it, "skip" leaves it out and says so in `skipped`. `part` is for
-    test images; see `read_pixels`.
+    test images; see `read_pixels`. With only="train" or "test" no image of the other set is read;
+    for "test", folders need no `train`, and may be the class folders themselves.
     """
     if bad not in ("skip", "fail"):
         raise DataError(f"`bad` (={bad!r}) must be 'skip' or 'fail'.")
+    if only not in ("", "train", "test"):
+        raise DataError(f"`only` (={only!r}) must be 'train', 'test' or '' for both.")
     if str(path) == "shapes":
         return _shapes_split(size or 48)
     root = Path(path)
@@ -185,10 +189,15 @@ def open_data(
         )
     if (root / "cifar-10-batches-py").is_dir():
         return _cifar_python(root)
-    train, test, classes = _folders(root, size, bad, part)
-    if (len(train) + len(test)) * 3 * train.size[0] * train.size[1] > memory * 2**30:
+    train, test, classes = _folders(root, size, bad, part, only)
+    count = len(train) * (only != "test") + len(test) * (only != "train")
+    if count * 3 * train.size[0] * train.size[1] > memory * 2**30:
         return Split(train, test, classes)
-    return Split(train.read(bad=bad), test.read(bad=bad), classes)
+    return Split(
+        train if only == "test" else train.read(bad=bad),
+        test if only == "train" else test.read(bad=bad),
+        classes,
+    )
 
 
 def write_packed(split: Split, folder: Path) -> None:
@@ -283,18 +292,23 @@ _IMAGENETTE = {
 
 
 def _folders(
-    root: Path, size: int | None, bad: str, part: float
+    root: Path, size: int | None, bad: str, part: float, only: str
 ) -> tuple[ImageFiles, ImageFiles, tuple[str, ...]]:
     folder = {name: root / name for name in ("train", "val", "test") if (root / name).is_dir()}
-    if "train" not in folder or len(folder) < 2:
+    alone = only == "test" and "train" not in folder  # the test images say what classes there are
+    if not alone and ("train" not in folder or len(folder) < 2):
         raise DataError(f"{root} must hold the folders train and val (or test).")
-    test_folder = folder.get("val") or folder["test"]
-    train, test = _files_by_class(folder["train"]), _files_by_class(test_folder)
+    test_folder = folder.get("val") or folder.get("test") or root
+    test = _files_by_class(test_folder)
+    train = dict(test) if alone else _files_by_class(folder["train"])
 
     skipped: list[str] = []
     for name in [n for n, files in train.items() if not files]:
-        skipped.append(f"{folder['train'] / name} holds no images: fill it or remove the class.")
+        where = test_folder if alone else folder["train"]
+        skipped.append(f"{where / name} holds no images: fill it or remove the class.")
         del train[name]
+        if alone:
+            del test[name]
     for name in [n for n in test if n not in train]:
         skipped.append(f"{test_folder} has the class {name!r}, which train lacks: remove it.")
         del test[name]
@@ -306,9 +320,10 @@ def _folders(
     if skipped and bad == "fail":
         raise DataError(skipped[0].removesuffix(".") + ", or set bad='skip'.")
     if len(train) < 2 or not any(test.values()):
-        raise DataError(
-            f"{root} must hold images of at least two classes in train and some in val."
-        )
+        what = "folders of images of at least two classes"
+        if not alone:
+            what = "images of at least two classes in train and some in val"
+        raise DataError(f"{root} must hold {what}.")
     classes = tuple(train)
     if size is None:
         with Image.open(train[classes[0]][0]) as first:
@@ -321,7 +336,7 @@ def _folders(
             seen,
             tuple(words),
         )
-        for files, seen, words in ((train, 1.0, skipped), (test, part, ()))
+        for files, seen, words in (({} if alone else train, 1.0, skipped), (test, part, ()))
     ]
     if _IMAGENETTE.keys() >= set(classes):
         classes = tuple(_IMAGENETTE[name] for name in classes)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor, nn
 
 from torchbcos.batches import in_order
@@ -15,9 +19,14 @@ __all__ = ["evaluate", "tally"]
 PIXELS = 2**23  # of the images that are looked at together, at most 500
 
 
-def evaluate(model: nn.Module, images: ImageSet, batch: int = 0) -> tuple[float, float]:
-    """(accuracy, mean loss) over a set; the model's mode is as before afterwards."""
-    correct, loss, count = tally(model, images, batch).tolist()
+def evaluate(
+    model: nn.Module, images: ImageSet, batch: int = 0, *, console: Console | None = None
+) -> tuple[float, float]:
+    """(accuracy, mean loss) over a set; the model's mode is as before afterwards.
+
+    If `console` is a terminal, it shows how far this is.
+    """
+    correct, loss, count = tally(model, images, batch, console=console).tolist()
     return correct / count, loss / count
 
 
@@ -30,17 +39,21 @@ def tally(
     rank: int = 0,
     world: int = 1,
     workers: int | None = None,
+    console: Console | None = None,
 ) -> Tensor:  # [3]
     """How many are right, the sum of the losses, and how many there are, in one process's share."""
     training = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
     total = torch.zeros(3, device=device)
     batch = batch or max(1, min(500, PIXELS // (images.size[0] * images.size[1])))
+    batches: Iterable[tuple[Tensor, Tensor, Tensor]]
+    batches = in_order(images, batch, device, rank=rank, world=world, workers=workers)
+    if console is not None and console.is_terminal:
+        count = -(-len(images) // (batch * world))
+        batches = track(batches, "batches", count, console=console, transient=True)
     model.eval()
     try:
-        for x, labels, counts in in_order(
-            images, batch, device, rank=rank, world=world, workers=workers
-        ):
+        for x, labels, counts in batches:
             logits = model(x)
             target = F.one_hot(labels, logits.shape[1]).to(logits.dtype)
             losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(1)

@@ -102,7 +102,8 @@ class _Run:
             config,
             fabric.device,
             classes=len(self.data.classes),
-            **self._place(),
+            rank=self.fabric.global_rank,
+            world=self.fabric.world_size,
             workers=workers,
         )
         self.steps_per_epoch = self.batches.steps_per_epoch
@@ -134,9 +135,6 @@ class _Run:
             optimiser.found_inf = self.watch.found  # type: ignore[attr-defined]
         self.update: Callable[[Tensor, Tensor], None] = self._update
         self.captured: torch.Size | None = None  # the shape of its images
-
-    def _place(self) -> dict[str, int]:
-        return {"rank": self.fabric.global_rank, "world": self.fabric.world_size}
 
     def _open_data(self, console: Console) -> Split:
         """The data; files that will be streamed are looked at first, in the first process."""
@@ -294,7 +292,13 @@ class _Run:
         state, c = self.state, self.config
         steps = (state.step - 1) % self.steps_per_round + 1
         with state.averaged_weights():
-            share = tally(self.wrapped, self.data.test, **self._place(), workers=self.workers)
+            share = tally(
+                self.wrapped,
+                self.data.test,
+                rank=self.fabric.global_rank,
+                world=self.fabric.world_size,
+                workers=self.workers,
+            )
             right, loss, count = self.fabric.all_reduce(share, reduce_op="sum").tolist()
         right_before = self.fabric.all_reduce(state.correct.clone(), reduce_op="sum").item()
         state.metrics = line = {

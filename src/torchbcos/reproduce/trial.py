@@ -180,7 +180,9 @@ class Trial:
     def _test_images(self) -> ImageSet:
         c = self.config
         size = c.size or None
-        return open_data(c.data, size, bad=c.bad, memory=c.memory, part=c.test_part).test
+        return open_data(
+            c.data, size, bad=c.bad, memory=c.memory, part=c.test_part, only="test"
+        ).test
 
     def _curve(self) -> dict[str, list[float]]:
         lines = [json.loads(x) for x in (self.folder / "metrics.jsonl").read_text().splitlines()]
