@@ -272,7 +272,7 @@ def test_mistakes_are_one_sentence(files, arguments, words):
 
 def test_data_of_other_classes_is_refused(files, monkeypatch):
     split = Split(None, None, ("a", "b"))
-    monkeypatch.setattr("torchbcos.data.open_data", lambda *_: split)
+    monkeypatch.setattr("torchbcos.data.open_data", lambda *_, **__: split)
     with pytest.raises(ValueError, match="has not the classes"):
         CliRunner().invoke(
             cli.app,
