@@ -1,9 +1,11 @@
 """Draw the pictures of the documentation anew, from the bundled model, photos and the text."""
 
 import doctest
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -26,12 +28,7 @@ def church() -> None:
         f"contributions to church, in all {sums[0]:+.1f}": maps[0],
         f"to garbage truck, in all {sums[1]:+.1f}": maps[1],
     }
-    figure = Figure(figsize=(11.2, 2.95), layout="constrained", facecolor="white")
-    for axis, (title, picture) in zip(figure.subplots(1, 4), panels.items(), strict=True):
-        axis.imshow(picture)
-        axis.set_title(title, fontsize=9.5)
-        _bare(axis)
-    figure.savefig(ROOT / "docs" / "pictures" / "church.png", dpi=100)
+    _row(panels, 3.05, "church.png")
 
 
 def cat() -> None:
@@ -47,12 +44,7 @@ def cat() -> None:
         f"contributions to cat, in all {sums[0]:+.0f}": maps[0],
         f"contributions to dog, in all {sums[1]:+.0f}": maps[1],
     }
-    figure = Figure(figsize=(11.2, 2.7), layout="constrained", facecolor="white")
-    for axis, (title, picture) in zip(figure.subplots(1, 5), panels.items(), strict=True):
-        axis.imshow(picture, interpolation="nearest")
-        axis.set_title(title, fontsize=9.5)
-        _bare(axis)
-    figure.savefig(ROOT / "docs" / "pictures" / "cat.png", dpi=100)
+    _row(panels, 2.7, "cat.png")
 
 
 def toy() -> None:
@@ -83,6 +75,16 @@ def neurons() -> None:
         figure.axes[28 * row].set_title(title, fontsize=9, loc="left")
         figure.axes[28 * row + 14].set_title("the next images", fontsize=9, loc="left")
     figure.savefig(ROOT / "docs" / "pictures" / "neurons.png", dpi=100)
+
+
+def _row(panels: Mapping[str, np.ndarray], height: float, file: str) -> None:
+    figure = Figure(figsize=(11.2, height), layout="constrained", facecolor="white")
+    axes = figure.subplots(1, len(panels))
+    for axis, (title, picture) in zip(axes, panels.items(), strict=True):
+        axis.imshow(picture, interpolation="nearest")
+        axis.set_title(title, fontsize=9.5)
+        _bare(axis)
+    figure.savefig(ROOT / "docs" / "pictures" / file, dpi=100)
 
 
 def _shown(axis: Axes, sight: tb.neurons.Sight) -> Axes:
