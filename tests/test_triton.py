@@ -4,6 +4,7 @@ import inspect
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -320,40 +321,72 @@ def test_one_compiled_kernel_serves_many_numbers_of_channels(monkeypatch):
     assert {k for k, v in constants.items() if len(v) > 1} <= per_weight
 
 
+@pytest.fixture
+def beside(monkeypatch):
+    """What ran beside: the weights, and where their gradients lie. Without a GPU in one stream."""
+    ran, run = [], aside.Aside.run
+
+    def noted(self, weight, *given):
+        if DEVICE == "cuda":
+            grad = run(self, weight, *given)
+        else:
+            work, *tensors = given
+            grad = work(*tensors)
+        ran.append((weight.data_ptr(), grad.data_ptr()))
+        return grad
+
+    monkeypatch.setattr(aside.Aside, "run", noted)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(aside.Aside, "__init__", lambda self: None)
+        monkeypatch.setattr(aside.Aside, "join", lambda self: None)
+    return ran
+
+
 @pytest.mark.parametrize("kind", ["conv", "linear"])
-def test_weight_gradients_can_be_computed_beside_the_others(kind, monkeypatch):
+def test_weight_gradients_can_be_computed_beside_the_others(kind, beside, monkeypatch):
     """On a GPU on a stream of their own; here, at least by the same calls."""
     x = (draw(4, 8, 5, 5) if kind == "conv" else draw(4, 8)).requires_grad_()
     weights = [draw(8, 8, 3, 3, seed=i) if kind == "conv" else draw(8, 8, seed=i) for i in range(7)]
 
     def gradients():
-        leaves = [w.clone(memory_format=torch.preserve_format) for w in weights]
+        leaves = [w.clone(memory_format=torch.preserve_format).requires_grad_() for w in weights]
         h = x
         for w in leaves:
-            w.requires_grad_()
-            h = (
-                conv(triton, h, w)
-                if kind == "conv"
-                else triton.bcos_linear(h, w, 2.0, 1, 1.0, None)
-            )
+            layer = (w, 2.0, 1, 1.0, None)
+            h = conv(triton, h, w) if kind == "conv" else triton.bcos_linear(h, *layer)
         with aside.weight_gradients_aside():
             h.sum().backward()
-        return [w.grad for w in leaves]
+        return leaves, [w.grad for w in leaves]
 
-    ran = []
-    beside = aside.Aside.run if DEVICE == "cuda" else lambda self, work, *given: work(*given)
-    monkeypatch.setattr(
-        aside.Aside, "run", lambda self, *given: ran.append(given[0]) or beside(self, *given)
-    )
-    if DEVICE == "cpu":
-        monkeypatch.setattr(aside.Aside, "__init__", lambda self: None)
-        monkeypatch.setattr(aside.Aside, "join", lambda self: None)
-    found = gradients()
-    assert len(ran) == len(weights)
+    leaves, found = gradients()
+    # Autograd takes each as it is: a copy would be made without waiting for it.
+    assert sorted(beside) == sorted((w.data_ptr(), w.grad.data_ptr()) for w in leaves)
     assert aside.current() is None
     monkeypatch.setattr(triton.aside, "current", lambda: None)
-    for mine, expected in zip(found, gradients(), strict=True):
+    for mine, expected in zip(found, gradients()[1], strict=True):
         assert_agrees(mine, expected.double())
+
+
+def test_a_weight_that_is_made_of_others_gets_its_gradient_in_order(beside):
+    x, leaf = draw(2, 8, 5, 5).requires_grad_(), draw(8, 8, 3, 3).requires_grad_()
+    with aside.weight_gradients_aside():
+        conv(triton, x, 2 * leaf).sum().backward()
+    assert not beside
+    assert leaf.grad is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_weight_used_twice_gets_the_sum_of_both_gradients(beside):
+    x, weight = draw(64, 64, 32, 32).requires_grad_(), draw(64, 64, 3, 3).requires_grad_()
+    found = []
+    for place in (nullcontext, aside.weight_gradients_aside):
+        weight.grad = None
+        with place():
+            conv(triton, conv(triton, x, weight), weight).sum().backward()
+        found.append(weight.grad)
+    assert len(beside) == 2
+    assert_agrees(found[1], found[0].double())
 
 
 # How a kernel is started.

@@ -24,11 +24,14 @@ class Aside:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._reading: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
+        self._seen: set[int] = set()
 
-    def run(self, work: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """`work(*tensors)` after what was started so far, and beside what is started from now on.
+    def run(self, weight: Tensor, work: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """`work(*tensors)`, a gradient by `weight`, after what was started so far, and beside what
+        is started from now on.
 
-        The tensors are kept until it is done: their memory could be given to others otherwise.
+        The tensors are kept until it is done: their memory could be given to others otherwise. A
+        second gradient by the same weight is waited for, because autograd adds it to the first.
         """
         if len(self._reading) == AHEAD:
             done, _ = self._reading.popleft()
@@ -37,9 +40,13 @@ class Aside:
         with torch.cuda.stream(self._stream):
             result = work(*tensors)
             self._reading.append((self._stream.record_event(), tensors))
+        if weight.data_ptr() in self._seen:
+            self.join()
+        self._seen.add(weight.data_ptr())
         return result
 
     def join(self) -> None:
+        """Let what is started from now on wait for all of it."""
         torch.cuda.current_stream().wait_stream(self._stream)
         self._reading.clear()
 
@@ -54,8 +61,8 @@ def current() -> Aside | None:
 
 @contextmanager
 def weight_gradients_aside() -> Iterator[None]:
-    """For one backward pass of leaves without hooks whose `grad` is None: until it has ended,
-    nothing may read their gradients.
+    """For one backward pass to weights without hooks whose `grad` is None: until it has ended,
+    nothing else may read the gradients of those that are leaves.
     """
     global _current
     before, _current = _current, Aside()

@@ -169,9 +169,10 @@ class _Layer:
         launch(grad, out, sq, out if winner is None else winner, lin_grad, sq_norm_grad)
 
         weight_grad: Tensor | None = None
-        beside = aside.current() if by_x and by_weight else None
+        # Of a leaf alone, whose gradient no other node reads.
+        beside = aside.current() if by_x and by_weight and weight.is_leaf else None
         if beside is not None:
-            weight_grad = beside.run(self._by_weight, lin_grad, x, rows, weight)
+            weight_grad = beside.run(weight, self._by_weight, lin_grad, x, rows, weight)
         x_grad, rows_grad = self._pulled_back(lin_grad, x, rows, by_x, by_weight and beside is None)
         if norms:
             assert x_grad is not None
