@@ -47,6 +47,8 @@ class Aside:
 
     def join(self) -> None:
         """Let what is started from now on wait for all of it."""
+        if not self._seen:  # a graph that is being captured may not wait for what is not in it
+            return
         torch.cuda.current_stream().wait_stream(self._stream)
         self._reading.clear()
 
