@@ -7,6 +7,8 @@ import json
 import os
 import re
 import struct
+import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -78,6 +80,14 @@ def assert_one_sentence(result, *parts):
 
 
 # What it does.
+
+
+def test_what_only_some_commands_need_is_not_imported_for_all():
+    """torchvision alone takes as long as torch."""
+    heavy = "torchvision", "lightning", "matplotlib", "triton", "torch._dynamo"
+    code = f"import sys, torchbcos.cli; print([m for m in {heavy} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 def test_a_table_pictures_and_a_page(run, model_file, tmp_path):

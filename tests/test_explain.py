@@ -631,10 +631,12 @@ def compiled_in_place(model):
 )
 @pytest.mark.parametrize("make", [converted, bare])
 def test_wrapped_models_are_explained_as_what_they_wrap(make, wrap):
-    images = pictures(channels=3 if make is converted else 6)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # where DataParallel moves it
+    images = pictures(channels=3 if make is converted else 6).to(device)
     layer = "residual" if make is converted else "body.residual"
-    expected = tb.explain(make(), images), tb.explain(make(), images, layer=layer, unit=1)
-    model = wrap(make())
+    plain = make().to(device)
+    expected = tb.explain(plain, images), tb.explain(plain, images, layer=layer, unit=1)
+    model = wrap(make().to(device))
     assert_same(tb.explain(model, images), expected[0])
     assert_same(tb.explain(model, images, layer=layer, unit=1), expected[1])
 

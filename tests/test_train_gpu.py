@@ -32,6 +32,7 @@ def little_data(monkeypatch):
         {},
         {"ema": 0.5, "optimiser": "adamw", "warmup": 1, "cutmix": 0.5},
         {"train_sizes": (12, 16, 24), "options": {"width": 4, "norm": "uncentred"}},
+        {"arch": "conventional/mini", "options": {"width": 4}},
     ],
 )
 def test_the_captured_step_does_what_the_plain_one_does(little_data, tmp_path, changes):

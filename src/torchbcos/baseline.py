@@ -6,7 +6,6 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-import torchvision
 from torch import Tensor, nn
 
 from torchbcos._arguments import check_device
@@ -62,6 +61,8 @@ def load_baseline(name: str, device: torch.device | str = "cpu") -> nn.Module:
 
     `NAME` alone, or `NAME=DEFAULT`, takes torchvision's own weights, which it may have to fetch.
     """
+    import torchvision.models
+
     device = check_device(device)
     arch, _, weights = name.partition("=")
     if arch not in torchvision.models.list_models(module=torchvision.models):

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torchvision
 from torch import Tensor, nn
 
 from torchbcos.convert import Conversion, Report, convert_network
@@ -256,6 +255,8 @@ def list_models() -> list[str]:
     >>> "densenet121" in list_models()
     True
     """
+    import torchvision.models  # not above: that would double the time that `import torchbcos` takes
+
     return [*_OURS, *torchvision.models.list_models(module=torchvision.models)]
 
 
@@ -302,6 +303,8 @@ def _builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
         return lambda: _OURS[name](**options)
     if name.startswith("timm/"):
         return lambda: _timm_model(name.removeprefix("timm/"), options)
+    import torchvision.models
+
     if name not in list_models():
         import difflib
 

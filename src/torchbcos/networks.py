@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 
 from torch import nn
-from torchvision.models.resnet import BasicBlock
 
 __all__ = ["cifar9", "cifar_resnet", "mini"]
 
@@ -39,6 +38,8 @@ def cifar_resnet(
     num_classes: int = 10, in_channels: int = 3, blocks: Sequence[int] = (3, 3, 3), width: int = 64
 ) -> nn.Module:
     """A residual network for small images: full resolution at first, halved before later stages."""
+    from torchvision.models.resnet import BasicBlock
+
     layers: list[nn.Module] = [
         nn.Conv2d(in_channels, width, 3, padding=1, bias=False),
         nn.BatchNorm2d(width),
