@@ -300,6 +300,19 @@ def test_cutmix_needs_pairs(little_data, tmp_path):
         train.train(config(cutmix=0.5, batch=15), tmp_path, console=QUIET)
 
 
+def test_weights_of_one_module_can_be_lengthened_alone():
+    model = tb.create_model("vgg11", num_classes=2, max_out=1)
+    before = {name: layer.weight.clone() for name, layer in model.bcos_layers()}
+    set_weight_rms(model, 0.5, "classifier")
+    for name, layer in model.bcos_layers():
+        if name.startswith("classifier."):
+            assert layer.weight.square().mean().sqrt().item() == pytest.approx(0.5)
+        else:
+            assert torch.equal(layer.weight, before[name])
+    with pytest.raises(ValueError, match=r"'classifiers'.* such as 'classifier\.6'"):
+        set_weight_rms(model, 0.5, "classifiers")
+
+
 def test_long_weights_compute_the_same_and_turn_less(little_data, tmp_path):
     angles = []
     for rms in (0.1, 1.0):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchbcos.layers import BcosLayer
+from torchbcos.models import BcosModel
 from torchbcos.training_config import TrainConfig
 
 __all__ = ["clip_adaptively", "make_optimiser", "set_rate", "set_weight_rms"]
@@ -33,18 +34,27 @@ def set_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def set_weight_rms(model: nn.Module, rms: float) -> None:
-    """Lengthen the weights of B-cos layers to this root mean square.
+def set_weight_rms(model: BcosModel, rms: float, within: str = "") -> None:
+    """Lengthen the weights of B-cos layers to this root mean square; of those below the module
+    `within` alone, if it is named.
 
     Only their directions matter for what a layer computes, so this decides how fast they turn: a
     step of Adam moves each entry by about lr, that is a weight by an angle of about lr / rms. The
     cosines of a new layer with d inputs are about 1 / √d. Where a step changes them by as much, in
     every layer of a deep network without norms, its logits grow without bound.
     """
+    layers = dict(model.bcos_layers())
+    chosen = [
+        layer for name, layer in layers.items() if not within or f"{name}.".startswith(f"{within}.")
+    ]
+    if layers and not chosen:
+        raise ValueError(
+            f"`weight_rms_in` (={within!r}) must be a module with B-cos layers, such as "
+            f"{next(reversed(layers))!r}."
+        )
     with torch.no_grad():
-        for layer in model.modules():
-            if isinstance(layer, BcosLayer):
-                layer.weight.mul_(rms / layer.weight.square().mean().sqrt().clamp(min=1e-30))
+        for layer in chosen:
+            layer.weight.mul_(rms / layer.weight.square().mean().sqrt().clamp(min=1e-30))
 
 
 def clip_adaptively(model: nn.Module, limit: float) -> None:

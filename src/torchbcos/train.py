@@ -119,7 +119,7 @@ class _Run:
         model = self._new_model()
         self._set_scales(model)
         if config.weight_rms:
-            set_weight_rms(model, config.weight_rms)
+            set_weight_rms(model, config.weight_rms, config.weight_rms_in)
         model.to(memory_format=torch.channels_last)
         self.wrapped = fabric.setup_module(model)
         self.forward: Callable[[Tensor], Any] = self.wrapped

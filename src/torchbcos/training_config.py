@@ -40,6 +40,7 @@ class TrainConfig:
     warmup: float = 0  # epochs of linear increase
     warmup_lr: float = 1e-5  # where it begins
     weight_rms: float = 0.0  # of B-cos weights at the start; 0 for what the layers make
+    weight_rms_in: str = ""  # the module whose weights these are; "" for all
     weight_decay: float = 0.0
     momentum: float = 0.9  # of sgd
     augment: tuple[str, ...] = ("flip", "padded_crop")
