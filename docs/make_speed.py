@@ -41,6 +41,12 @@ time, other than its device time, from a host of another speed. The table over B
 explanations are put together from several runs. Before anything is measured, the layers are
 compared with the reference in float64.
 """
+PROFILED = """\
+In runs that do not say *profiler after all times* a case was profiled before the next was timed.
+Torch's profiler stays attached and slows down later launches of its process (pytorch issue 144455):
+in these runs eager times above the device's may be too long, but for the first of a run. Ours came
+last.
+"""
 POOLED = """\
 The run has no floor with our pool; in a separate one that of ResNet-34, with our sums too, took
 8.35 ms for a training step (one unit, batch 128).
@@ -57,6 +63,8 @@ Row = dict[str, Any]
 def page(document: Row) -> str:
     rows = document["measurements"]
     parts = [TEXT.format(runs="\n".join(map(origin, document["runs"])))]
+    if not all("profiler" in run for run in document["runs"]):
+        parts.append(PROFILED)
     if not any(r["way"] == "pooled-floor" for r in rows):
         parts.append(POOLED)
     for arch in dict.fromkeys(r["arch"] for r in rows):
@@ -71,6 +79,8 @@ def page(document: Row) -> str:
 
 def origin(run: Row) -> str:
     more = f", backward passes {run['backward']}" if "backward" in run else ""
+    if "profiler" in run:
+        more += f", profiler {run['profiler']}"
     if "cut_off" in run:
         more += f"; cut off {run['cut_off']}"
     return RUN.format(**run, format=run["memory_format"].replace("_", " "), more=more)

@@ -213,7 +213,8 @@ def test_words_that_select_nothing_are_an_error(words, message):
 @pytest.mark.parametrize("way", ["conventional", "floor", "pooled-floor", "ours"])
 def test_a_captured_step_is_measured(way, task):
     case = Case(way, task, "resnet34", batch=2, size=64, mode="captured")
-    (found,) = bench.bench([case], "cuda", torch.bfloat16, seconds=0.01)
-    assert found.milliseconds > 0
+    timed, found = bench.bench([case], "cuda", torch.bfloat16, seconds=0.01)
+    assert timed.busy_milliseconds is None
+    assert found.milliseconds == timed.milliseconds > 0
     assert found.busy_milliseconds > 0
     assert found.peak_mib > 0

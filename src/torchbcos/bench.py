@@ -10,7 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,43 @@ class BenchError(RuntimeError):
 def bench(
     cases: list[Case], device: torch.device | str, dtype: torch.dtype, seconds: float = 0.5
 ) -> Iterator[Measurement]:
-    """Measure one case after the other; the kernels are checked before the first."""
+    """Measure one case after the other; the kernels are checked before the first.
+
+    On a GPU each comes a second time, with the device's own time. That needs torch's profiler,
+    which slows down all later launches of the process it ran in: after it, no clock runs.
+    """
     device = torch.device(device)
     check_kernels(device)
     torch.backends.cudnn.benchmark = True
+    timed: dict[Case, Measurement] = {}
+    for found in _each(
+        cases, device, dtype, lambda case, step: _measure(case, step, device, seconds)
+    ):
+        timed[found.case] = found
+        yield found
+    if device.type == "cuda":
+        yield from _each(
+            list(timed),
+            device,
+            dtype,
+            lambda case, step: replace(timed[case], busy_milliseconds=round(_busy(step), 3)),
+        )
+
+
+def _each(
+    cases: list[Case],
+    device: torch.device,
+    dtype: torch.dtype,
+    measure: Callable[[Case, Callable[[], Any]], Measurement],
+) -> Iterator[Measurement]:
     for case in cases:
         try:
             step = _step(case, device, dtype)
         except ImportError:
             continue  # the peer is not installed
-        yield _measure(case, step, device, seconds)
+        for _ in range(3):
+            step()
+        yield measure(case, step)
         del step
         torch.compiler.reset()
         if device.type == "cuda":
@@ -94,6 +121,7 @@ def evidence(device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
         import triton
 
         found |= {"triton": triton.__version__, "cudnn": torch.backends.cudnn.version()}
+        found["profiler"] = "after all times"  # see `bench`
     return found
 
 
@@ -170,8 +198,6 @@ def _measure(
             torch.cuda.synchronize()
         return (time.perf_counter() - started) / count * 1000
 
-    for _ in range(3):
-        step()
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -183,7 +209,7 @@ def _measure(
         case,
         round(median, 3),
         round((max(times) - min(times)) / median, 3),
-        round(_busy(step), 3) if cuda else None,
+        None,
         round(_peak_bytes(case) / 2**20, 1) if cuda else None,
     )
 
