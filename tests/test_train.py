@@ -301,16 +301,15 @@ def test_cutmix_needs_pairs(little_data, tmp_path):
 
 
 def test_weights_of_one_module_can_be_lengthened_alone():
-    model = tb.create_model("vgg11", num_classes=2, max_out=1)
+    model = tb.create_model("cifar_resnet", num_classes=2, width=4)
     before = {name: layer.weight.clone() for name, layer in model.bcos_layers()}
-    set_weight_rms(model, 0.5, "classifier")
-    for name, layer in model.bcos_layers():
-        if name.startswith("classifier."):
-            assert layer.weight.square().mean().sqrt().item() == pytest.approx(0.5)
-        else:
-            assert torch.equal(layer.weight, before[name])
-    with pytest.raises(ValueError, match=r"'classifiers'.* such as 'classifier\.6'"):
-        set_weight_rms(model, 0.5, "classifiers")
+    set_weight_rms(model, 0.5, "3")  # a block, with two layers
+    changed = [n for n, layer in model.bcos_layers() if not torch.equal(layer.weight, before[n])]
+    assert changed == ["3.conv1", "3.conv2"]
+    weight = dict(model.bcos_layers())["3.conv1"].weight
+    assert weight.square().mean().sqrt().item() == pytest.approx(0.5)
+    with pytest.raises(ValueError, match=r"`weight_rms_in` \(='third'\) must be a module"):
+        set_weight_rms(model, 0.5, "third")
 
 
 def test_long_weights_compute_the_same_and_turn_less(little_data, tmp_path):
