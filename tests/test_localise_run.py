@@ -58,6 +58,29 @@ def test_scores_are_those_of_maps_made_one_by_one(trained, images, monkeypatch):
     np.testing.assert_array_equal(again.methods[0].scores, played.methods[0].scores)
 
 
+def test_methods_that_are_the_same_for_a_network_are_computed_once(trained, images, monkeypatch):
+    model, told = trained[2.5], []
+    alone = play(model, images, ["deeplift"], GAME).methods[0]
+    calls = []
+    monkeypatch.setattr(localise_run, "score_cells", lambda *a: calls.append(a) or score_cells(*a))
+    names = ["grad", "ixg", "deeplift", "guided_backprop"]
+    played = play(model, images, names, GAME, batch=6, tell=told.append)
+    assert len(calls) == 2
+    assert tuple(told) == played.methods
+    assert [m.method for m in played.methods] == names
+    assert [m.label for m in played.methods] == ["Grad", "IxG", "DeepLIFT", "GuidedBP"]
+    gradient, ixg, deeplift, guided = (m.scores for m in played.methods)
+    np.testing.assert_array_equal(deeplift, ixg)
+    np.testing.assert_array_equal(guided, gradient)
+    np.testing.assert_allclose(deeplift, alone.scores, rtol=1e-5)
+    assert not np.allclose(ixg, gradient)
+
+
+def test_conventional_networks_have_no_such_methods():
+    network = torchvision.models.resnet18(num_classes=3)
+    assert not any(m.twin(network) for m in posthoc.METHODS.values())
+
+
 def test_what_is_scored_is_not_computed_again(trained, images, tmp_path, monkeypatch):
     first = play(trained[2.5], images, QUICK, GAME, name="m", out=tmp_path)
     document = json.loads((tmp_path / "ixg.json").read_text())

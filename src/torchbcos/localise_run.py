@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -112,12 +112,13 @@ def play(
     out: Path | None = None,
     batch: int = 8,
     console: Console | None = None,
+    tell: Callable[[MethodScores], None] = lambda _: None,
 ) -> Played:
     """Score every method on the grids that `game` plans for this model.
 
     With `out` each method's scores are written to `out/METHOD.json` as they come, and what is there
     already from the same game is not computed again. Images and model must be on one device; the
-    model is in evaluation mode meanwhile.
+    model is in evaluation mode meanwhile. `tell` is told of each method as soon as it is scored.
     """
     game = game or Game()
     if batch < 1:
@@ -129,7 +130,7 @@ def play(
     training = model.training
     model.eval()
     try:
-        return _play(model, images, chosen, game, name, data, out, batch, console)
+        return _play(model, images, chosen, game, name, data, out, batch, console, tell)
     finally:
         model.train(training)
 
@@ -144,6 +145,7 @@ def _play(
     out: Path | None,
     batch: int,
     console: Console,
+    tell: Callable[[MethodScores], None],
 ) -> Played:
     logits = _predict(model, images, batch * game.n**2)
     plan = plan_grids(
@@ -158,14 +160,21 @@ def _play(
         "plan": hashlib.sha256(plan.numpy().tobytes()).hexdigest(),
     }
     subject = _subject(model, images, plan, game)
-    results = [
-        _score_method(
-            m, subject, images, plan, game, logits.shape[1], identity, out, batch, console
-        )
-        for m in methods
-    ]
+    results: dict[str, MethodScores] = {}
+    for method in methods:
+        twin = results.get(method.twin(subject))
+        if twin is not None:
+            results[method.name] = replace(
+                twin, method=method.name, label=method.label, seconds=0.0
+            )
+            console.print(f"{method.label}: the same as {twin.label} here.", highlight=False)
+        else:
+            results[method.name] = _score_method(
+                method, subject, images, plan, game, logits.shape[1], identity, out, batch, console
+            )
+        tell(results[method.name])
     accuracy = (logits.argmax(1) == images.labels).double().mean().item()
-    return Played(name, accuracy, _exponent(model), plan, tuple(results))
+    return Played(name, accuracy, _exponent(model), plan, tuple(results.values()))
 
 
 def grid_images(images: ImageSet, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:

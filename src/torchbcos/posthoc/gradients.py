@@ -34,6 +34,7 @@ __all__ = [
     "smoothgrad",
 ]
 
+RELUS = (nn.ReLU,)
 STEPS = 50  # of Integrated Gradients, as in the paper
 SAMPLES, NOISE = 25, 0.15  # of SmoothGrad; the noise as a part of the image's range
 
@@ -105,7 +106,7 @@ def gradcam(
     return F.interpolate(maps, images.shape[-2:], mode="nearest")
 
 
-@register("deeplift", label="DeepLIFT")
+@register("deeplift", label="DeepLIFT", twin=lambda m: "" if _uses(m, RESCALED) else "ixg")
 def deeplift(model: nn.Module, images: Tensor, targets: Targets = None) -> Tensor:
     """captum's DeepLIFT, rescale rule, from zeros.
 
@@ -119,10 +120,10 @@ def deeplift(model: nn.Module, images: Tensor, targets: Targets = None) -> Tenso
     return _by_captum(DeepLift, model, images, targets)
 
 
-@register("guided_backprop", label="GuidedBP")
+@register("guided_backprop", label="GuidedBP", twin=lambda m: "" if _uses(m, RELUS) else "grad")
 def guided_backprop(model: nn.Module, images: Tensor, targets: Targets = None) -> Tensor:
     """captum's Guided Backprop: ReLUs pass positive gradients only; without any, the gradient."""
-    if not _uses(model, (nn.ReLU,)):
+    if not _uses(model, RELUS):
         return grad(model, images, targets)
     from captum.attr import GuidedBackprop
 

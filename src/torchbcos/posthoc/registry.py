@@ -27,6 +27,7 @@ class Method:
     label: str  # in plots and tables
     perturbs: bool = False  # it looks at outputs alone: slow, and scored unsmoothed
     inherent: bool = False  # it needs a B-cos model
+    twin: Callable[[nn.Module], str] = lambda _: ""  # the method that it is for a model, if any
 
     def __call__(
         self, model: nn.Module, images: Tensor, targets: Targets = None, **options: Any
@@ -56,14 +57,19 @@ class Method:
 
 
 def register(
-    name: str, *, label: str | None = None, perturbs: bool = False, inherent: bool = False
+    name: str,
+    *,
+    label: str | None = None,
+    perturbs: bool = False,
+    inherent: bool = False,
+    twin: Callable[[nn.Module], str] = lambda _: "",
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Make a function a method: `@register("mine")`. A name that is taken is an error."""
 
     def add(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if name in METHODS:
             raise ValueError(f"`name` (={name!r}) is taken by another method: choose another.")
-        METHODS[name] = Method(name, function, label or name, perturbs, inherent)
+        METHODS[name] = Method(name, function, label or name, perturbs, inherent, twin)
         return function
 
     return add

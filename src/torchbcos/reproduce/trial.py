@@ -6,7 +6,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -142,11 +142,16 @@ class Trial:
         if self.experiment.bundle:
             document["bundle"] = self._bundle(model, images)
         _write(self.result, document)
-        for method, grids in self.wanted().items():
-            scores = self._scores(to_explain(model), images, method, grids, console)
-            document["localisation"]["methods"][method] = self._as_json(scores)
+
+        def add(scores: MethodScores) -> None:
+            document["localisation"]["methods"][scores.method] = self._as_json(scores)
             document["seconds"]["localisation"] += round(scores.seconds, 2)
             _write(self.result, document)
+
+        wanted = self.wanted()
+        for grids in dict.fromkeys(wanted.values()):
+            methods = [name for name, of in wanted.items() if of == grids]
+            self._play(to_explain(model), images, methods, grids, console, add)
         if self.experiment.units:
             about = {name: document[name] for name in ("name", "what", "accuracy", "images")}
             found = describe_units(
@@ -189,22 +194,29 @@ class Trial:
         names = "epoch train_loss train_accuracy test_loss test_accuracy seconds".split()
         return {name: [float(f"{line[name]:.5g}") for line in lines] for name in names}
 
-    def _scores(
-        self, model: nn.Module, images: ImageSet, method: str, grids: int, console: Console
-    ) -> MethodScores:
+    def _play(
+        self,
+        model: nn.Module,
+        images: ImageSet,
+        methods: Sequence[str],
+        grids: int,
+        console: Console,
+        add: Callable[[MethodScores], None],
+    ) -> None:
+        def tell(scores: MethodScores) -> None:
+            add(scores)
+            console.print(
+                f"{scores.label}: {scores.summary.mean:.3f} on {grids} grids, "
+                f"{scores.seconds:.1f} s",
+                highlight=False,
+            )
+
         game = Game(grids, smooth=self.smooth)
-        where = self.folder / "scores"
         batch = max(1, min(8, _PIXELS // (game.n**2 * images.size[0] * images.size[1])))
-        played = play(
-            model, images, [method], game, name=self.name, data=self.data, out=where,
-            batch=batch, console=console,
+        play(
+            model, images, methods, game, name=self.name, data=self.data,
+            out=self.folder / "scores", batch=batch, console=console, tell=tell,
         )  # fmt: skip
-        scores = played.methods[0]
-        console.print(
-            f"{scores.label}: {scores.summary.mean:.3f} on {grids} grids, {scores.seconds:.1f} s",
-            highlight=False,
-        )
-        return scores
 
     def _as_json(self, scores: MethodScores) -> dict[str, Any]:
         """The summary, percentiles 0 to 100 of all cells' scores, from which boxes are drawn, and
