@@ -153,7 +153,9 @@ def test_slow_methods_say_how_long_they_will_take(trained, images, monkeypatch):
         posthoc.Method("slow", lambda m, x, t: torch.ones(1, 4, 64, 64), "Slow", perturbs=True),
     )
     play(trained[2.5], images, ["slow"], game, console=console)
-    assert "Slow: about 2 min left for 3 grids" in console.export_text()
+    text = console.export_text()
+    assert "Predictions: about 3 min left for 120 images" in text
+    assert "Slow: about 2 min left for 3 grids" in text
 
 
 def test_the_report_is_complete(trained, images, tmp_path):

@@ -147,7 +147,7 @@ def _play(
     console: Console,
     tell: Callable[[MethodScores], None],
 ) -> Played:
-    logits = _predict(model, images, batch * game.n**2)
+    logits = _predict(model, images, batch * game.n**2, console)
     plan = plan_grids(
         logits, images.labels, grids=game.grids, n=game.n, preset=game.preset, seed=game.seed
     )
@@ -219,7 +219,8 @@ def _score_method(
             parts.append(scores.cpu() if method.perturbs else scores)
             if progress.tasks[0].completed == len(done):
                 taken = time.perf_counter() - started
-                _announce(console, method, taken, len(rows), len(plan) - len(done))
+                left = len(plan) - len(done)
+                _announce(console, method.label, taken, len(rows), left, "grids")
             progress.advance(task, len(rows))
             now = time.perf_counter()
             if path is not None and now - saved > _SAVE_EVERY:
@@ -245,12 +246,14 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _announce(console: Console, method: Method, taken: float, count: int, total: int) -> None:
+def _announce(
+    console: Console, what: str, taken: float, count: int, total: int, things: str
+) -> None:
     """After the first batch of slow work, say how long it will take: also where no bar is drawn."""
     seconds = taken / count * (total - count)
     if seconds > 60:
         text = f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-        console.print(f"{method.label}: about {text} left for {total} grids.", highlight=False)
+        console.print(f"{what}: about {text} left for {total} {things}.", highlight=False)
 
 
 def _stored(path: Path | None, identity: dict[str, Any]) -> tuple[list[list[float]], float]:
@@ -294,12 +297,19 @@ def _evidence() -> dict[str, str]:
 
 
 @torch.no_grad()
-def _predict(model: nn.Module, images: ImageSet, batch: int) -> Tensor:
+def _predict(model: nn.Module, images: ImageSet, batch: int, console: Console) -> Tensor:
     inner = unwrapped(model)
-    logits = []
-    for indices in torch.arange(len(images)).split(batch):
-        pixels, _ = images.batch(indices)
-        logits.append(logits_of(inner, network_input(inner, pixels)))
+    logits: list[Tensor] = []
+    with _progress(console) as progress:
+        task = progress.add_task("Predictions", total=len(images))
+        for indices in torch.arange(len(images)).split(batch):
+            started = time.perf_counter()
+            pixels, _ = images.batch(indices)
+            logits.append(logits_of(inner, network_input(inner, pixels)))
+            if len(logits) == 2:  # the first also warms up
+                taken = time.perf_counter() - started
+                _announce(console, "Predictions", taken, len(indices), len(images), "images")
+            progress.advance(task, len(indices))
     return torch.cat(logits)
 
 
