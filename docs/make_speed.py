@@ -45,7 +45,7 @@ PROFILED = """\
 In runs that do not say *profiler after all times* a case was profiled before the next was timed.
 Torch's profiler stays attached and slows down later launches of its process (pytorch issue 144455):
 in these runs eager times above the device's may be too long, but for the first of a run. Ours came
-last.
+last. By how much they are was not measured.
 """
 POOLED = """\
 The run has no floor with our pool; in a separate one that of ResNet-34, with our sums too, took

@@ -256,6 +256,7 @@ def test_the_paper_preset_and_calibration_are_told_apart(little_data, tmp_path):
         ({"cutmix": 1.5}, "from 0 to 1"),
         ({"weight_rms": -1}, "0 or more"),
         ({"weight_rms": math.inf}, "0 or more"),
+        ({"weight_rms_in": "0"}, "empty unless `weight_rms` is set"),
         ({"accumulate": 3}, "divisor of the batch, 16"),
         ({"test_every": 0}, "at least 1"),
         ({"train_sizes": (128, 0)}, "each at least 1"),

@@ -93,6 +93,8 @@ class TrainConfig:
                 refuse(name, "0 or more")
         if not 0 <= self.weight_rms < math.inf:
             refuse("weight_rms", "0 or more, and finite")
+        if self.weight_rms_in and not self.weight_rms:
+            refuse("weight_rms_in", "empty unless `weight_rms` is set")
         if not 0 <= self.magnitude <= 30:
             refuse("magnitude", "from 0 to 30")
         if not all(size >= 1 for size in self.train_sizes):

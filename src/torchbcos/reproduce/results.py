@@ -11,7 +11,7 @@ from typing import Any
 from torchbcos.recipe import read_recipe
 from torchbcos.reproduce.experiments import Experiment
 
-__all__ = ["Result", "Results", "read_json", "read_results"]
+__all__ = ["Result", "Results", "read_json", "read_repeats", "read_results", "read_tries"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,17 @@ def read_results(folder: Path, experiments: Mapping[str, Experiment]) -> Results
     if not found:
         raise ValueError(f"`--results` (={str(folder)!r}) holds no result of an experiment.")
     return found
+
+
+def read_tries(folder: Path, experiments: Mapping[str, Experiment]) -> dict[str, Result]:
+    """By file name, of tries/*.json: experiments with other settings, or once more."""
+    documents = {path.stem: read_json(path) for path in sorted((folder / "tries").glob("*.json"))}
+    return {stem: Result(experiments[d["name"]], d) for stem, d in documents.items()}
+
+
+def read_repeats(folder: Path, experiments: Mapping[str, Experiment]) -> list[Result]:
+    """The tries that differ in no setting."""
+    return [r for r in read_tries(folder, experiments).values() if not r.deviations()]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torchbcos.checkpoint import write_atomically
 from torchbcos.plots import curves
 from torchbcos.reproduce.experiments import Experiment
-from torchbcos.reproduce.results import Result, Results, read_json
+from torchbcos.reproduce.results import Result, Results, read_tries
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,16 +73,19 @@ def tries(
     results: Path, experiments: Mapping[str, Experiment], score: Callable[[Result], str]
 ) -> str:
     """How the recipes were found: results/tries/*.json, of experiments with other settings."""
-    rows = []
-    for path in sorted((results / "tries").glob("*.json")):
-        document = read_json(path)
-        r = Result(experiments[document["name"]], document)
-        changes = ", ".join(r.deviations()) or "none"
-        rows.append([path.stem, document["name"], changes, accuracy(r), score(r), minutes(r)])
+    rows = [
+        [stem, r.experiment.name, ", ".join(r.deviations()) or "none", accuracy(r), score(r),
+         minutes(r)]
+        for stem, r in read_tries(results, experiments).items()
+    ]  # fmt: skip
     if not rows:
         return ""
     header = ["try", "experiment", "other settings", "accuracy, %", "localisation", "training"]
-    words = "Each try differs from the recipe of its experiment in the settings named."
+    words = (
+        "Each try differs from the recipe of its experiment in the settings named. They were "
+        "compared on the test images that results are reported on, so what was chosen is reported "
+        "a little too well. Tries that were cut off, or whose files were not kept, are not here."
+    )
     return "\n\n".join(["## How the recipes were found", words, table(header, rows)])
 
 
