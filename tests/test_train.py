@@ -14,6 +14,7 @@ from torch import nn
 import torchbcos as tb
 from small_training import QUIET, assert_same_weights, config, few_shapes, weights
 from torchbcos import train
+from torchbcos._cuda import cuda_settings
 from torchbcos.captured import capture
 from torchbcos.checkpoint import load
 from torchbcos.evaluate import evaluate
@@ -272,6 +273,21 @@ def test_wrong_settings_are_named(changes, words):
 def test_the_explanation_mode_is_off_after_training(little_data, tmp_path):
     train.train(config(epochs=0.3), tmp_path, console=QUIET)
     assert not tb.functional.in_explanation_mode()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_settings_of_the_process_are_given_back(little_data, tmp_path, monkeypatch, before):
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    names = ((cudnn, "benchmark"), (cudnn, "allow_tf32"), (matmul, "allow_tf32"))
+    within = []
+    monkeypatch.setattr(
+        train._Run, "begin", lambda _: within.extend(getattr(*place) for place in names) or 1 / 0
+    )
+    with cuda_settings(tf32=before, benchmark=before):
+        with pytest.raises(ZeroDivisionError):
+            train.train(config(tf32=not before), tmp_path, console=QUIET)
+        assert [getattr(*place) for place in names] == [before] * 3
+    assert within == [True, not before, not before]
 
 
 def test_mixed_images_are_trained_towards_their_shares(little_data, tmp_path, monkeypatch):

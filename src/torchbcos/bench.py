@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from torchbcos import functional
 from torchbcos._arguments import check_device
+from torchbcos._cuda import cuda_settings
 from torchbcos._version import __version__
 from torchbcos.bench_cases import Case, Measurement
 from torchbcos.bench_networks import CLASSES, build
@@ -45,20 +46,20 @@ def bench(
     """
     device = torch.device(device)
     check_kernels(device)
-    torch.backends.cudnn.benchmark = True
     timed: dict[Case, Measurement] = {}
-    for found in _each(
-        cases, device, dtype, lambda case, step: _measure(case, step, device, seconds)
-    ):
-        timed[found.case] = found
-        yield found
-    if device.type == "cuda":
-        yield from _each(
-            list(timed),
-            device,
-            dtype,
-            lambda case, step: replace(timed[case], busy_milliseconds=round(_busy(step), 3)),
-        )
+    with cuda_settings(benchmark=True):
+        for found in _each(
+            cases, device, dtype, lambda case, step: _measure(case, step, device, seconds)
+        ):
+            timed[found.case] = found
+            yield found
+        if device.type == "cuda":
+            yield from _each(
+                list(timed),
+                device,
+                dtype,
+                lambda case, step: replace(timed[case], busy_milliseconds=round(_busy(step), 3)),
+            )
 
 
 def _each(
@@ -90,7 +91,7 @@ def check_kernels(device: torch.device) -> None:
         found = []
         for place, kind in ((device, torch.float32), (torch.device("cpu"), torch.float64)):
             images, weight = (t.to(place, kind).requires_grad_() for t in (x, w))
-            with torch.backends.cudnn.flags(allow_tf32=False):
+            with cuda_settings(tf32=False):
                 out = functional.bcos_conv2d(images, weight, 2, 1, b=b, max_out=units)
                 grads = torch.autograd.grad(out, (images, weight), grad.to(place, kind))
             found.append([t.detach().cpu().double() for t in (out, *grads)])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
+from torchbcos._cuda import cuda_settings
 from torchbcos.batches import Batches, find_damaged
 from torchbcos.calibrate import calibrate
 from torchbcos.captured import capture
@@ -56,7 +57,8 @@ def train(
     fabric = fabric or make_fabric(config.precision)
     if "LT_CLI_USED" not in os.environ:  # `fabric run` has launched it already
         fabric.launch()
-    with naming_lost_processes(fabric, out):
+    # cuDNN may search for the fastest algorithm: batches keep their shape for long
+    with naming_lost_processes(fabric, out), cuda_settings(tf32=config.tf32, benchmark=True):
         run = _Run(config, out, fabric, console or Console(stderr=True), workers)
         if resume:
             run.load_state()
@@ -83,8 +85,6 @@ class _Run:
         self, config: TrainConfig, out: Path, fabric: Any, console: Console, workers: int | None
     ) -> None:
         self.config, self.out, self.fabric, self.workers = config, out, fabric, workers
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
-        torch.backends.cudnn.benchmark = True  # batches keep their shape for long
         self.data = self._open_data(console)
         if len(self.data.train) < config.batch:
             raise ValueError(
