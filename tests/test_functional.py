@@ -12,6 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from cases import CONV, conv, conv_cases, gradients, linear_cases, mode, random
 from oracle import TOLERANCE, Layer, array, assert_agrees
 from torchbcos import functional as BF
+from torchbcos.ops.reference import LARGE
 
 HALF = [torch.float16, torch.bfloat16]
 LARGE_B = [1.01, 1.5, 2.0, 6.0, 30.0, 200.0]
@@ -191,6 +192,22 @@ def test_channels_last_3d_stays_channels_last(groups):
     )
     assert out.is_contiguous(memory_format=torch.channels_last_3d)
     assert_agrees(out, BF.bcos_conv3d(x, weight, padding=1, groups=groups, max_out=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("max_out", [1, 2])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_inference_of_large_images_gives_the_same_bits(layout, max_out, dtype):
+    x = random(0, 3, 8, 48, 48, dtype=dtype).contiguous(memory_format=layout)
+    weight = random(1, 64 * max_out, 8, 3, 3, dtype=dtype)
+    before = x.clone(), weight.clone()
+    with torch.no_grad():
+        found = BF.bcos_conv2d(x, weight, max_out=max_out, scale=1.5)
+    assert found[0].numel() >= LARGE
+    expected = BF.bcos_conv2d(x, weight.requires_grad_(), max_out=max_out, scale=1.5)
+    assert torch.equal(found, expected)
+    assert torch.equal(x, before[0])
+    assert torch.equal(weight, before[1])
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])

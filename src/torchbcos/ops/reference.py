@@ -21,9 +21,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 #: What makes of a factor the constant that explanation mode needs.
 Hold = Callable[[Tensor], Tensor]
+
+
+#: Values of one image that are worth a loop over the images.
+LARGE = 2**17
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,8 +48,7 @@ def unit_rows(weight: Tensor) -> Tensor:
 
 
 def _row_norms(w: Tensor) -> Tensor:
-    # Not vector_norm, whose second derivative is NaN at a zero row.
-    return _norm(w.square().sum(list(range(1, w.dim())), keepdim=True))
+    return _norm(_squares_summed(w, list(range(1, w.dim()))))
 
 
 class _UnitRows(torch.autograd.Function):
@@ -80,6 +84,26 @@ def sum_of_squares(x: Tensor, dim: int, groups: int = 1) -> Tensor:
     return blocks.sum(dim + 1 if dim >= 0 else dim)
 
 
+def _squares_summed(x: Tensor, dim: int | list[int]) -> Tensor:
+    """Without a tensor of squares where the values to sum lie side by side."""
+    if _only_values(x) and (isinstance(dim, list) or x.stride(dim) == 1):
+        norms: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+        return norms.square_()
+    return x.square().sum(dim, keepdim=True)
+
+
+def _only_values(x: Tensor) -> bool:
+    """Whether nobody but a CPU looks at what is computed now: no derivative, compiler or vmap."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or torch._C._get_tracing_state() is not None
+        or type(x) not in (Tensor, Parameter)
+        or x.device.type != "cpu"
+        or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
 class _SumOfSquares(torch.autograd.Function):
     """As torch would do it, with one pass in place of three in its backward."""
 
@@ -87,7 +111,7 @@ class _SumOfSquares(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, dim: int) -> Tensor:
-        return x.square().sum(dim, keepdim=True)
+        return _squares_summed(x, dim)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -225,12 +249,23 @@ def bcos_conv(
 
 def _scaled(lin: Tensor, sq_norm: Tensor, b: float, scale: float, hold: Hold | None) -> Tensor:
     if b == 1 or hold is None:
+        exact = lin.dtype == accumulation_dtype(lin.dtype)
+        if b == 2 and exact and _only_values(lin) and lin.numel() >= LARGE * len(lin):
+            return _scaled_in_place(lin, scale / _norm(sq_norm))
         return bcos_scale(lin, sq_norm, b, scale)
     if hold is Tensor.detach:
         with torch.no_grad():
             factor = _constant_factor(lin, sq_norm, b, scale)
         return multiply(lin, factor)
     return multiply(lin, hold(bcos_factor(lin, sq_norm, b, scale)))
+
+
+def _scaled_in_place(lin: Tensor, factor: Tensor) -> Tensor:
+    """lin · |lin| · factor, image by image, while each is in the cache."""
+    length = torch.empty_like(lin[0])
+    for image, own in zip(lin, factor, strict=True):
+        image.mul_(torch.abs(image, out=length).mul_(own))
+    return lin
 
 
 def _unit_major(rows: Tensor, groups: int, max_out: int) -> Tensor:
