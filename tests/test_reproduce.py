@@ -248,6 +248,14 @@ def test_a_conventional_network_is_scored_by_other_methods_alone(colours, tmp_pa
     assert more.finished()
     assert (it.folder / "model.safetensors").stat().st_mtime_ns == model
 
+    # Another method is asked for: those before stay, and are not computed again.
+    before = json.loads(more.result.read_text())["localisation"]["methods"]
+    other = replace(more, methods=("ixg",))
+    assert [e.code for e in run_all([other], 1, QUIET)] == [0]
+    after = json.loads(other.result.read_text())["localisation"]["methods"]
+    assert after.keys() == {"ixg", "gradcam", "occlusion"}
+    assert {name: after[name] for name in before} == before
+
 
 def test_class_folders_are_decoded_once_for_all_processes(tmp_path, monkeypatch, colours):
     opened = []

@@ -7,7 +7,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from torchbcos._cuda import cuda_settings
 from torchbcos._version import __version__
 from torchbcos.baseline import to_explain
 from torchbcos.checkpoint import load, save, write_atomically
@@ -107,6 +108,11 @@ class Trial:
 
     def run(self, console: Console) -> None:
         """Train or go on training, then measure; the result is written after every measurement."""
+        with cuda_settings(tf32=self.config.tf32):  # also where another process trained
+            self._run(console)
+
+    def _run(self, console: Console) -> None:
+        to_score = {**self.wanted(), **self._scored_before()}
         self.result.parent.mkdir(parents=True, exist_ok=True)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         of_scores = {**_machine(device), **(self.evidence or {}), "seed": self.config.seed}
@@ -115,8 +121,6 @@ class Trial:
             _write(path, of_scores)
         of_training = json.loads(path.read_text())
         model = self._trained(console).to(device)
-        tf32 = self.config.tf32  # also where the training was in another process
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         images = self._test_images().to(device)
         accuracy, loss = evaluate(model, images)
         document: dict[str, Any] = {
@@ -148,9 +152,8 @@ class Trial:
             document["seconds"]["localisation"] += round(scores.seconds, 2)
             _write(self.result, document)
 
-        wanted = self.wanted()
-        for grids in dict.fromkeys(wanted.values()):
-            methods = [name for name, of in wanted.items() if of == grids]
+        for grids in dict.fromkeys(to_score.values()):
+            methods = [name for name, of in to_score.items() if of == grids]
             self._play(to_explain(model), images, methods, grids, console, add)
         if self.experiment.units:
             about = {name: document[name] for name in ("name", "what", "accuracy", "images")}
@@ -158,6 +161,20 @@ class Trial:
                 model, images, self.experiment.units, self.folder, console=console
             )
             _write(self.units_result, {**about, **found, "evidence": document["evidence"]})
+
+    def _scored_before(self) -> dict[str, int]:
+        """Further methods of the result that is there, on as many grids as they would get now.
+
+        Their scores are in files, and are read: asking for another method loses none.
+        """
+        if not self.result.exists():
+            return {}
+        scored = json.loads(self.result.read_text())["localisation"]["methods"]
+        stored = {path.stem for path in (self.folder / "scores").glob("*.json")}
+        every = replace(self, methods=("all",)).wanted()
+        return {
+            m: n for m, n in every.items() if m in stored and scored.get(m, {}).get("grids") == n
+        }
 
     def _bundle(self, model: BcosModel, images: ImageSet) -> dict[str, Any]:
         """The weights in float16 below `out`, and how good the model is with them."""
