@@ -32,7 +32,8 @@ def little_data(monkeypatch):
         {},
         {"ema": 0.5, "optimiser": "adamw", "warmup": 1, "cutmix": 0.5},
         {"train_sizes": (12, 16, 24), "options": {"width": 4, "norm": "uncentred"}},
-        {"arch": "conventional/mini", "options": {"width": 4}},
+        # Biases before a norm have no gradient but rounding, which Adam would make steps of.
+        {"arch": "conventional/mini", "options": {"width": 4}, "optimiser": "sgd"},
     ],
 )
 def test_the_captured_step_does_what_the_plain_one_does(little_data, tmp_path, changes):
