@@ -73,7 +73,7 @@ def test_each_architecture_comes_in_three_kinds_trained_alike():
         assert {c.arch.removeprefix("conventional/").removesuffix("_bn") for c in configs} == {arch}
         assert [c.arch.startswith("conventional/") for c in configs] == [True, False, False]
         assert [c.options.get("norm") for c in configs] == [None, None, "uncentred"]
-        free = {"arch", "options", "lr", "weight_rms"}
+        free = {"arch", "options", "lr", "weight_rms", "weight_rms_in"}
         first, *others = ({k: v for k, v in c.as_json().items() if k not in free} for c in configs)
         assert others == [first, first]
         assert configs[0].size == (299 if arch == "inception_v3" else 224)
