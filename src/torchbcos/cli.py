@@ -294,6 +294,47 @@ app.command(
 )(cli_reproduce.reproduce)
 
 
+@app.command(epilog="Example: torchbcos export --model imagenette --out imagenette.onnx")
+def export(
+    model: Annotated[str, typer.Option(help="A file from torchbcos.save, or a bundled name.")] = "",
+    out: Annotated[Path, typer.Option(help="The ONNX file.")] = Path("model.onnx"),
+    size: Annotated[
+        int, typer.Option(help="Pixels of its images; 0 for the model's own size.", min=0)
+    ] = 0,
+    explanation: Annotated[
+        bool, typer.Option(help="Also W(x), contributions and picture of a class.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write a model as ONNX, which explains images without torch; checked with onnxruntime."""
+    from torchbcos.checkpoint import default_name, load
+    from torchbcos.export import ExportError
+    from torchbcos.export import export as write
+
+    network = load(model or default_name())
+    try:
+        with errors.status("writing ONNX; large networks take minutes"):
+            done = write(network, out, size=size or None, explanation=explanation)
+    except ExportError as error:
+        complain(str(error))
+        sys.exit(1)
+    if as_json:
+        sys.stdout.write(json.dumps(done.as_json(), indent=1) + "\n")
+        return
+    table = Table("", "name", "shape")
+    for kind, shapes in (("takes", done.inputs), ("gives", done.outputs)):
+        for name, shape in shapes.items():
+            table.add_row(kind, name, " × ".join(map(str, shape)))
+    output.print(table)
+    output.print(
+        f"Wrote {done.path}: {done.bytes / 2**20:.1f} MiB, opset {done.opset}; onnxruntime differs "
+        f"by {done.difference:.0e}.",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
+
+
 @app.command(epilog="Example: torchbcos bench --device cuda --only training,captured")
 def bench(
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",

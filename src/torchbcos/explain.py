@@ -135,7 +135,7 @@ def _explain_chunk(
             values = logits.gather(1, indices)
         else:
             values, indices, positions = _pick_units(tap(network, layer, x), units, layer)
-        rows, bias = _rows(values, x, offsets, create_graph)
+        rows, bias = rows_and_bias(values, x, offsets, create_graph)
         outputs = values.detach()
         if create_graph:  # from the pass that the images' derivatives know
             outputs = (
@@ -158,8 +158,8 @@ def _explain_chunk(
     )
 
 
-def _rows(
-    values: Tensor, x: Tensor, offsets: Sequence[Tensor], create_graph: bool
+def rows_and_bias(
+    values: Tensor, x: Tensor, offsets: Sequence[Tensor], create_graph: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Rows of W(x), [N, K, C, H, W], and the offsets' share of each value, [N, K].
 
@@ -173,11 +173,11 @@ def _rows(
                                     create_graph=create_graph, allow_unused=True)
         # fmt: on
         rows.append(torch.zeros_like(x) if grads[0] is None else grads[0])
-        bias = torch.zeros(len(x), dtype=wide, device=x.device)
+        bias = torch.zeros(x.shape[0], dtype=wide, device=x.device)
         for grad, offset in zip(grads[1:], offsets, strict=True):
             if grad is not None:
                 own = offset if create_graph else offset.detach()
-                bias = bias + (grad.to(wide) * own.to(wide)).reshape(len(x), -1).sum(1)
+                bias = bias + (grad.to(wide) * own.to(wide)).reshape(x.shape[0], -1).sum(1)
         biases.append(bias)
     return torch.stack(rows, 1), torch.stack(biases, 1)
 
