@@ -1,4 +1,4 @@
-"""Write docs/speed.md and its plot from results/speed_gpu.json; see `torchbcos bench`."""
+"""Write docs/speed.md and its plot from results/speed_*.json; see `torchbcos bench`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ This page is made by `python docs/make_speed.py` from `results/speed_gpu.json`, 
 {runs}
 
 Each time is a median over five groups of steps. *Device* is the sum of the kernels' times in one
-step; what a step takes beyond it is waiting for Python to launch them, here on a slow host.
+step; what a step takes beyond it is waiting for Python to launch them.
 *Captured* is the same step replayed as a CUDA graph, which does not wait for the host: this is what
 `torchbcos train` does. Its memory is all that stays reserved while the graph exists, in the
 allocator's blocks; that of other steps is the peak of what they allocate.
@@ -43,9 +43,13 @@ compared with the reference in float64.
 """
 PROFILED = """\
 In runs that do not say *profiler after all times* a case was profiled before the next was timed.
-Torch's profiler stays attached and slows down later launches of its process (pytorch issue 144455):
-in these runs eager times above the device's may be too long, but for the first of a run. Ours came
-last. By how much they are was not measured.
+Torch's profiler stays attached and slows down later launches of its process (pytorch issue 144455).
+Ours came last, so their eager times may be too long. By how much was measured once, on ResNet-34's
+eager step (one unit) with another kind of profile: Python needed 7.7 ms to launch it, 8.8 ms after
+profiling, and the step took 10.8 and 10.9 ms. Earlier runs had 19.7 ms (commit 0b4403d, with older
+kernels and launches) and 24.4 ms (3d12b5d, with those of today), of which 10.3 to 10.5 on the
+device. What made the difference, the host or the profiler, was not found out: where Python is
+slower than the device, an eager step waits for it. A captured one does not.
 """
 POOLED = """\
 The run has no floor with our pool; in a separate one that of ResNet-34, with our sums too, took
@@ -60,7 +64,7 @@ LABELS = {"pooled-floor": "floor, our pool"}
 Row = dict[str, Any]
 
 
-def page(document: Row) -> str:
+def page(document: Row, cpu: Row) -> str:
     rows = document["measurements"]
     parts = [TEXT.format(runs="\n".join(map(origin, document["runs"])))]
     if not all("profiler" in run for run in document["runs"]):
@@ -72,8 +76,9 @@ def page(document: Row) -> str:
             chosen = [r for r in rows if r["arch"] == arch and r["task"] == task and usual(r, rows)]
             if len(chosen) > 1:
                 parts += table(arch, task, chosen)
-    parts += exponents(rows) + explanations(rows)
+    parts += exponents(rows) + growth(rows) + explanations(rows)
     parts.append("![Time of a training step](pictures/speed.png)\n")
+    parts += processor(cpu)
     return "\n".join(parts)
 
 
@@ -129,6 +134,48 @@ def exponents(rows: list[Row]) -> list[str]:
     for b in sorted({r["b"] for r in ours}):
         times = {r["task"]: f"{r['busy_milliseconds']:.1f}" for r in ours if r["b"] == b}
         lines.append(f"| {b:g} | {times.get('training', '–')} | {times.get('inference', '–')} |")
+    return [*lines, ""]
+
+
+def growth(rows: list[Row]) -> list[str]:
+    """How the cost grows with the batch and with the images."""
+    ours = [
+        r for r in rows
+        if r["way"] == "ours" and r["arch"] == "resnet34" and r["task"] == "training"
+        and (r["units"], r["b"], r["mode"]) == (1, 2, "eager")
+    ]  # fmt: skip
+    if len(ours) < 2:
+        return []
+    lines = [
+        "## Batches and sizes, ResNet-34, one unit, training step, eager\n",
+        "| images | pixels | ms | device ms | device µs for 1000 pixels | MiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in sorted(ours, key=lambda r: (r["size"], r["batch"])):
+        busy = r["busy_milliseconds"]
+        share = busy * 1e6 / (r["batch"] * r["size"] ** 2)
+        cells = [r["batch"], r["size"], f"{r['milliseconds']:.1f}", f"{busy:.1f}", f"{share:.2f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} | {r['peak_mib']:.0f} |")
+    return [*lines, ""]
+
+
+def processor(document: Row) -> list[str]:
+    (run,), rows = document["runs"], document["measurements"]
+    first = {r["task"]: r["milliseconds"] for r in rows if r["way"] == "conventional"}
+    lines = [
+        f"## On {run['threads']} CPU cores, ResNet-34, one unit, batch {rows[0]['batch']}\n",
+        "From `results/speed_cpu.json`: "
+        f"`{run['command']}` on one {run['device']}, {run['dtype']}, "
+        f"{run['memory_format'].replace('_', ' ')}, torch {run['torch']}, "
+        f"commit {run['commit']}. Three runs of the inference cases alone gave ours 1.13, 1.13 and "
+        "1.08 of the conventional network's time.\n",
+        "| | inference, ms | of the conventional's | training step, ms | of the conventional's |",
+        "|---|---|---|---|---|",
+    ]
+    for way in dict.fromkeys(r["way"] for r in rows):
+        times = {r["task"]: r["milliseconds"] for r in rows if r["way"] == way}
+        cells = [f"{times[t]:.0f} | {times[t] / first[t]:.2f}" for t in ("inference", "training")]
+        lines.append(f"| {way} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 
@@ -188,6 +235,8 @@ def plot(rows: list[Row]) -> Figure:
 
 
 if __name__ == "__main__":
-    document = json.loads((ROOT / "results" / "speed_gpu.json").read_text())
-    (ROOT / "docs" / "speed.md").write_text(page(document))
+    document, cpu = (
+        json.loads((ROOT / "results" / f"speed_{kind}.json").read_text()) for kind in ("gpu", "cpu")
+    )
+    (ROOT / "docs" / "speed.md").write_text(page(document, cpu).rstrip() + "\n")
     plot(document["measurements"]).savefig(ROOT / "docs" / "pictures" / "speed.png", dpi=100)
