@@ -55,7 +55,7 @@ class Unit(NamedTuple):
     patch: np.ndarray  # [in_channels / groups · taps], 0 in zero padding
     direction: np.ndarray  # ŵ; zeros for a row of zeros
     lin: float  # ŵᵀx
-    norm: float  # ‖x‖
+    norm: float  # ‖x‖, or √(‖x‖² + eps)
 
     @property
     def cos(self) -> float:
@@ -91,6 +91,7 @@ class Layer:
     b: float = 2.0
     max_out: int = 1
     scale: float = 1.0
+    eps: float = 0.0  # added to the squared norm of a patch
 
     def __post_init__(self):
         weight = array(self.weight)
@@ -152,7 +153,7 @@ class Layer:
                     patch = np.zeros(rows.shape[1])
                     for at, coordinate in pixels:
                         patch[at] = x[(n, *coordinate)]
-                    norm = math.sqrt(sum(patch * patch))
+                    norm = math.sqrt(sum(patch * patch) + self.eps)
                     per_group = outputs // self.groups
                     for out in range(group * per_group, (group + 1) * per_group):
                         competing = range(out * self.max_out, (out + 1) * self.max_out)

@@ -22,6 +22,7 @@ WRONG_CONVOLUTIONS = [
     ),
     ({"scale": 0}, r"`scale` \(=0\) must be a positive finite number: 1\.0"),
     ({"scale": float("inf")}, r"`scale` \(=inf\) must be a positive finite number"),
+    ({"eps": -1e-6}, r"`eps` \(=-1e-06\) must be a finite number of at least 0: 0 for"),
     ({"stride": 0}, r"`stride` \(=0\) must be one integer or 2 integers, each at least 1"),
     ({"stride": 1.5}, r"`stride` \(=1\.5\) must be one integer or 2 integers, each at least 1"),
     ({"stride": (1, 2, 3)}, r"`stride` \(=\(1, 2, 3\)\) must be one integer or 2 integers"),
@@ -168,7 +169,7 @@ def test_every_number_of_groups_that_an_error_offers_works(channels):
         lambda **k: tb.BcosConv3d(4, 8, 3, **k),
     ],
 )
-@pytest.mark.parametrize("keyword", ["B", "maxout", "strides", "eps"])
+@pytest.mark.parametrize("keyword", ["B", "maxout", "strides", "epsilon"])
 def test_unknown_keywords_of_a_layer_fail(make, keyword):
     with pytest.raises(TypeError, match=keyword):
         make(**{keyword: 2})

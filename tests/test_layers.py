@@ -60,8 +60,8 @@ def test_arguments_are_torchs_own_in_order_and_the_rest_by_keyword(ours, torchs)
     theirs = list(inspect.signature(torchs).parameters)
     mine = inspect.signature(ours).parameters
     assert list(mine)[: len(theirs)] == theirs
-    assert list(mine)[len(theirs) :] == ["b", "max_out", "scale"]
-    assert all(mine[name].kind is inspect.Parameter.KEYWORD_ONLY for name in list(mine)[-3:])
+    assert list(mine)[len(theirs) :] == ["b", "max_out", "scale", "eps"]
+    assert all(mine[name].kind is inspect.Parameter.KEYWORD_ONLY for name in list(mine)[-4:])
     for name, parameter in inspect.signature(torchs).parameters.items():
         if name != "bias":
             assert mine[name].default == parameter.default

@@ -105,6 +105,39 @@ def test_centred_inputs_get_what_torchs_own_norm_gives(case):
     assert_agrees(norm(x), twin(x))
 
 
+CENTRED = [
+    (norms.CentredLayerNorm, nn.LayerNorm, (5,), (2, 3, 5)),
+    (norms.CentredLayerNorm, nn.LayerNorm, ((3, 5),), (2, 3, 5)),
+    (norms.CentredGroupNorm, nn.GroupNorm, (2, 6), (2, 6, 3, 2)),
+    (norms.CentredPositionNorm, lambda n, **k: nn.GroupNorm(1, n, **k), (5,), (2, 5)),
+]
+
+
+@pytest.mark.parametrize(("ours", "torchs", "arguments", "shape"), CENTRED)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_a_centred_norm_gives_what_torchs_own_gives(ours, torchs, arguments, shape, dtype):
+    twin = torchs(*arguments, dtype=torch.float64)
+    with torch.no_grad():
+        for seed, parameter in enumerate(twin.parameters()):
+            parameter.copy_(random(seed, *parameter.shape).to(dtype))
+    norm = ours(*arguments, dtype=dtype)
+    norm.load_state_dict(twin.state_dict())
+    x = random(9, *shape, dtype=dtype) + 2
+    out = norm(x)
+    assert out.dtype == dtype
+    assert_agrees(out, twin(x.double()))
+
+
+@pytest.mark.parametrize(("ours", "_", "arguments", "shape"), CENTRED)
+def test_a_centred_norm_is_linear_in_explanation_mode(ours, _, arguments, shape):
+    norm = ours(*arguments, bias=False, dtype=torch.float64)
+    x = random(9, *shape) + 2
+    mix = random(3, *shape)
+    out, by_x = gradients(norm, x, explain=True, weights=mix)
+    assert_agrees((by_x * x).sum(), (out * mix).sum())
+    assert_agrees(out, norm(x))
+
+
 @every_norm
 def test_first_and_second_derivatives(case):
     norm = case.make().eval()

@@ -25,7 +25,7 @@ def int_tuple(name: str, value: int | Iterable[int], n: int, minimum: int) -> tu
     return values
 
 
-def check_transform(b: float, max_out: int, scale: float) -> None:
+def check_transform(b: float, max_out: int, scale: float, eps: float = 0.0) -> None:
     if not (isinstance(b, int | float) and 1 <= b < math.inf):
         raise ValueError(
             f"`b` (={b!r}) must be a finite number of at least 1: 1 is a linear map, 2 the usual "
@@ -39,6 +39,11 @@ def check_transform(b: float, max_out: int, scale: float) -> None:
     if not (isinstance(scale, int | float) and 0 < scale < math.inf):
         raise ValueError(
             f"`scale` (={scale!r}) must be a positive finite number: 1.0 changes nothing."
+        )
+    if not (isinstance(eps, int | float) and 0 <= eps < math.inf):
+        raise ValueError(
+            f"`eps` (={eps!r}) must be a finite number of at least 0: 0 for the transform itself, "
+            "1e-6 for networks that were trained with it."
         )
 
 

@@ -1,8 +1,9 @@
 """The B-cos transform as functions: `bcos_linear`, `bcos_conv1d`, `bcos_conv2d`, `bcos_conv3d`.
 
-They take the arguments of their namesakes in `torch.nn.functional`, without `bias`, and three
-more: `b`, the exponent; `max_out`, how many adjacent rows of `weight` compete for one output; and
-`scale`, the paper's γ.
+They take the arguments of their namesakes in `torch.nn.functional`, without `bias`, and four
+more: `b`, the exponent; `max_out`, how many adjacent rows of `weight` compete for one output;
+`scale`, the paper's γ; and `eps`, which is added to ‖x‖² and only of use to networks that were
+trained with it.
 """
 
 from __future__ import annotations
@@ -62,13 +63,14 @@ def bcos_linear(
     b: float = 2.0,
     max_out: int = 1,
     scale: float = 1.0,
+    eps: float = 0.0,
 ) -> Tensor:  # [*, out_features]
     """B-cos in place of `torch.nn.functional.linear`.
 
     >>> bcos_linear(torch.tensor([3.0, 4.0]), torch.tensor([[1.0, 0.0], [0.0, 2.0]]), b=2)
     tensor([1.8000, 3.2000])
     """
-    check_transform(b, max_out, scale)
+    check_transform(b, max_out, scale, eps)
     _check_weight(weight.shape, 2, max_out)
     _check_float(input)
     if input.dim() < 1 or input.shape[-1] != weight.shape[1]:
@@ -76,7 +78,7 @@ def bcos_linear(
             f"`input` (shape {tuple(input.shape)}) must end in {weight.shape[1]} features, the "
             f"second size of `weight` (shape {tuple(weight.shape)})."
         )
-    return ops.bcos_linear(input, weight, b, max_out, scale, holder())
+    return ops.bcos_linear(input, weight, b, max_out, scale, holder(), eps)
 
 
 def bcos_conv1d(
@@ -90,10 +92,11 @@ def bcos_conv1d(
     b: float = 2.0,
     max_out: int = 1,
     scale: float = 1.0,
+    eps: float = 0.0,
 ) -> Tensor:
     """B-cos in place of `torch.nn.functional.conv1d`; see `bcos_conv2d`."""
     return _bcos_conv(
-        1, input, weight, stride, padding, dilation, groups, padding_mode, b, max_out, scale
+        1, input, weight, stride, padding, dilation, groups, padding_mode, b, max_out, scale, eps
     )
 
 
@@ -108,6 +111,7 @@ def bcos_conv2d(
     b: float = 2.0,
     max_out: int = 1,
     scale: float = 1.0,
+    eps: float = 0.0,
 ) -> Tensor:
     """B-cos in place of `torch.nn.functional.conv2d`.
 
@@ -119,7 +123,7 @@ def bcos_conv2d(
     torch.Size([2, 10, 8, 8])
     """
     return _bcos_conv(
-        2, input, weight, stride, padding, dilation, groups, padding_mode, b, max_out, scale
+        2, input, weight, stride, padding, dilation, groups, padding_mode, b, max_out, scale, eps
     )
 
 
@@ -134,10 +138,11 @@ def bcos_conv3d(
     b: float = 2.0,
     max_out: int = 1,
     scale: float = 1.0,
+    eps: float = 0.0,
 ) -> Tensor:
     """B-cos in place of `torch.nn.functional.conv3d`; see `bcos_conv2d`."""
     return _bcos_conv(
-        3, input, weight, stride, padding, dilation, groups, padding_mode, b, max_out, scale
+        3, input, weight, stride, padding, dilation, groups, padding_mode, b, max_out, scale, eps
     )
 
 
@@ -179,14 +184,15 @@ def _bcos_conv(
     b: float,
     max_out: int,
     scale: float,
+    eps: float,
 ) -> Tensor:
     _check_float(x)
     if x.dim() == dims + 1:
         # fmt: off
         return _bcos_conv(dims, x.unsqueeze(0), weight, stride, padding, dilation, groups,
-                          padding_mode, b, max_out, scale).squeeze(0)
+                          padding_mode, b, max_out, scale, eps).squeeze(0)
         # fmt: on
-    given = (stride, padding, dilation, groups, padding_mode, b, max_out, scale)
+    given = (stride, padding, dilation, groups, padding_mode, b, max_out, scale, eps)
     if torch.compiler.is_compiling():
         geometry = _check_conv(dims, x.shape, weight.shape, *given)
     else:
@@ -198,7 +204,7 @@ def _bcos_conv(
         x = F.pad(x, geometry.borders, mode=geometry.border_mode)
     # fmt: off
     return ops.bcos_conv(x, weight, geometry.stride, geometry.padding, geometry.dilation, groups,
-                         b, max_out, scale, holder())
+                         b, max_out, scale, holder(), eps)
     # fmt: on
 
 
@@ -222,8 +228,9 @@ def _check_conv(
     b: float,
     max_out: int,
     scale: float,
+    eps: float,
 ) -> _Geometry:
-    check_transform(b, max_out, scale)
+    check_transform(b, max_out, scale, eps)
     check_padding_mode(padding_mode)
     _check_weight(weight, dims + 2, max_out)
     check_groups(groups, weight[1] * groups, weight[0] // max_out)

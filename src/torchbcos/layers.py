@@ -1,4 +1,4 @@
-"""B-cos layers: `nn.Linear` and `nn.Conv1d/2d/3d` with three more keyword arguments.
+"""B-cos layers: `nn.Linear` and `nn.Conv1d/2d/3d` with four more keyword arguments.
 
 Initialisation is torch's own for the layer replaced (Kaiming uniform with a = √5). Only the
 direction of a row matters to the output; its norm, about 1/√3 at the start, sets how far a step of
@@ -27,14 +27,14 @@ __all__ = ["AvgPool2d", "BcosConv1d", "BcosConv2d", "BcosConv3d", "BcosLayer", "
 
 
 class BcosLayer(nn.Module):
-    """What the B-cos layers share: `weight`, `b`, `max_out` and `scale`."""
+    """What the B-cos layers share: `weight`, `b`, `max_out`, `scale` and `eps`."""
 
     weight: nn.Parameter
     bias: None
 
-    def __init__(self, bias: bool, b: float, max_out: int, scale: float) -> None:
+    def __init__(self, bias: bool, b: float, max_out: int, scale: float, eps: float) -> None:
         super().__init__()
-        check_transform(b, max_out, scale)
+        check_transform(b, max_out, scale, eps)
         if bias:
             raise ValueError(
                 "`bias` (=True) must be False: a bias is a term that no input owns, so the output "
@@ -43,6 +43,7 @@ class BcosLayer(nn.Module):
         self.b = float(b)
         self.max_out = max_out
         self.scale = float(scale)
+        self.eps = float(eps)
         self.register_parameter("bias", None)
 
     @property
@@ -54,7 +55,8 @@ class BcosLayer(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def _transform_repr(self) -> str:
-        return f", b={self.b:g}, max_out={self.max_out}, scale={self.scale:.6g}"
+        text = f", b={self.b:g}, max_out={self.max_out}, scale={self.scale:.6g}"
+        return text + (f", eps={self.eps:g}" if self.eps else "")
 
 
 class BcosLinear(BcosLayer):
@@ -78,8 +80,9 @@ class BcosLinear(BcosLayer):
         b: float = 2.0,
         max_out: int = 1,
         scale: float = 1.0,
+        eps: float = 0.0,
     ) -> None:
-        super().__init__(bias, b, max_out, scale)
+        super().__init__(bias, b, max_out, scale, eps)
         _check_counts(in_features=in_features, out_features=out_features)
         self.in_features = in_features
         self.out_features = out_features
@@ -90,7 +93,7 @@ class BcosLinear(BcosLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.bcos_linear(
-            input, self.weight, b=self.b, max_out=self.max_out, scale=self.scale
+            input, self.weight, b=self.b, max_out=self.max_out, scale=self.scale, eps=self.eps
         )
 
     def extra_repr(self) -> str:
@@ -121,8 +124,9 @@ class _BcosConv(BcosLayer):
         b: float = 2.0,
         max_out: int = 1,
         scale: float = 1.0,
+        eps: float = 0.0,
     ) -> None:
-        super().__init__(bias, b, max_out, scale)
+        super().__init__(bias, b, max_out, scale, eps)
         _check_counts(in_channels=in_channels, out_channels=out_channels)
         check_groups(groups, in_channels, out_channels)
         check_padding_mode(padding_mode)
@@ -151,6 +155,7 @@ class _BcosConv(BcosLayer):
             self.b,
             self.max_out,
             self.scale,
+            self.eps,
         )
 
     def extra_repr(self) -> str:

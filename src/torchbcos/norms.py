@@ -3,7 +3,8 @@
 Each takes the arguments of torch's own norm and keeps its state-dict keys. For an input the layer
 is x · (weight / deviation) + bias: a linear map and an offset. In explanation mode the deviation
 is held constant, running statistics are left alone, and the bias is accounted for as an offset;
-`bias=False` does without it.
+`bias=False` does without it. Three are `Centred`: a mean over values of the same image is linear
+in them, so that subtracting it is allowed, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from torchbcos.functional import add_offset, hold, in_explanation_mode
 from torchbcos.ops import accumulation_dtype, fused_batch_norm, fused_scale
 
 __all__ = [
+    "CentredGroupNorm",
+    "CentredLayerNorm",
+    "CentredPositionNorm",
     "UncentredBatchNorm1d",
     "UncentredBatchNorm2d",
     "UncentredBatchNorm3d",
@@ -45,11 +49,15 @@ def _normalise(
     weight: Tensor | None,
     bias: Tensor | None,
     shape: tuple[int, ...],
+    centred_over: Sequence[int] = (),
 ) -> Tensor:
     factor = hold((variance + eps).rsqrt())
     if weight is not None:
         factor = factor * weight.view(shape)  # mostly small, so that x is passed over once
-    out = x.to(accumulation_dtype(x.dtype)) * factor
+    out = x.to(accumulation_dtype(x.dtype))
+    if centred_over:
+        out = out - out.mean(tuple(centred_over), keepdim=True)
+    out = out * factor
     if bias is not None:
         out = add_offset(out, bias.view(shape))
     return out.to(x.dtype)
@@ -151,16 +159,23 @@ class UncentredBatchNorm3d(_UncentredBatchNorm):
 class UncentredLayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` without the mean: over the last dimensions, one deviation per position."""
 
+    centred = False
+
     def forward(self, input: Tensor) -> Tensor:
         shape = tuple(self.normalized_shape)
         if tuple(input.shape[-len(shape) :]) != shape:
             raise ValueError(f"`input` (shape {tuple(input.shape)}) must end in {shape}.")
-        variance = _variance(input, range(-len(shape), 0))
-        return _normalise(input, variance, self.eps, self.weight, self.bias, shape)
+        dims = range(-len(shape), 0)
+        centred_over = dims if self.centred else ()
+        return _normalise(
+            input, _variance(input, dims), self.eps, self.weight, self.bias, shape, centred_over
+        )
 
 
 class UncentredGroupNorm(nn.GroupNorm):
     """`nn.GroupNorm` without the mean: one deviation per image and group of channels."""
+
+    centred = False
 
     def __init__(
         self,
@@ -187,15 +202,24 @@ class UncentredGroupNorm(nn.GroupNorm):
                 "its second dimension."
             )
         grouped = input.unflatten(1, (self.num_groups, -1))
-        variance = _variance(grouped, range(2, grouped.dim()))
+        dims = range(2, grouped.dim())
         per_group = (1, self.num_groups, -1) + (1,) * (input.dim() - 2)
-        out = _normalise(grouped, variance, self.eps, self.weight, self.bias, per_group)
-        return out.flatten(1, 2)
+        centred_over = dims if self.centred else ()
+        return _normalise(
+            grouped,
+            _variance(grouped, dims),
+            self.eps,
+            self.weight,
+            self.bias,
+            per_group,
+            centred_over,
+        ).flatten(1, 2)
 
 
 class UncentredPositionNorm(nn.Module):
     """One deviation per image and position, over the channels: a layer norm for [N, C, *]."""
 
+    centred = False
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
@@ -227,9 +251,28 @@ class UncentredPositionNorm(nn.Module):
                 "its second dimension."
             )
         per_channel = (1, -1) + (1,) * (input.dim() - 2)
+        variance, centred_over = _variance(input, [1]), (1,) if self.centred else ()
         return _normalise(
-            input, _variance(input, [1]), self.eps, self.weight, self.bias, per_channel
+            input, variance, self.eps, self.weight, self.bias, per_channel, centred_over
         )
 
     def extra_repr(self) -> str:
         return f"{self.num_channels}, eps={self.eps}, affine={self.weight is not None}"
+
+
+class CentredLayerNorm(UncentredLayerNorm):
+    """`nn.LayerNorm` as torch has it, for explanations."""
+
+    centred = True
+
+
+class CentredGroupNorm(UncentredGroupNorm):
+    """`nn.GroupNorm` as torch has it, for explanations."""
+
+    centred = True
+
+
+class CentredPositionNorm(UncentredPositionNorm):
+    """`UncentredPositionNorm` with the mean of each position subtracted."""
+
+    centred = True

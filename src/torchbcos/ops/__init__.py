@@ -44,13 +44,19 @@ __all__ = [
 
 
 def bcos_linear(
-    x: Tensor, weight: Tensor, b: float, max_out: int, scale: float, hold: Hold | None
+    x: Tensor,
+    weight: Tensor,
+    b: float,
+    max_out: int,
+    scale: float,
+    hold: Hold | None,
+    eps: float = 0.0,
 ) -> Tensor:
     """See `reference.bcos_linear`."""
-    if _holds_plainly(hold) and _fusible(x, weight):
+    if not eps and _holds_plainly(hold) and _fusible(x, weight):
         fused: Tensor = _twin("triton").bcos_linear(x, weight, b, max_out, scale, hold)
         return fused
-    return reference.bcos_linear(x, weight, b, max_out, scale, hold)
+    return reference.bcos_linear(x, weight, b, max_out, scale, hold, eps)
 
 
 def bcos_conv(
@@ -64,10 +70,11 @@ def bcos_conv(
     max_out: int,
     scale: float,
     hold: Hold | None,
+    eps: float = 0.0,
 ) -> Tensor:
     """See `reference.bcos_conv`."""
     dims = weight.dim() - 2
-    if groups == 1 and dims < 3 and _holds_plainly(hold) and _fusible(x, weight):
+    if not eps and groups == 1 and dims < 3 and _holds_plainly(hold) and _fusible(x, weight):
         bcos_conv = _twin("triton").bcos_conv
         if dims == 1:
             x, weight = x[:, :, None], weight[:, :, None]
@@ -75,7 +82,7 @@ def bcos_conv(
         out: Tensor = bcos_conv(x, weight, stride, padding, dilation, 1, b, max_out, scale, hold)
         return out.squeeze(2) if dims == 1 else out
     return reference.bcos_conv(
-        x, weight, stride, padding, dilation, groups, b, max_out, scale, hold
+        x, weight, stride, padding, dilation, groups, b, max_out, scale, hold, eps
     )
 
 

@@ -205,12 +205,15 @@ def bcos_linear(
     max_out: int,
     scale: float,
     hold: Hold | None,  # None outside of explanation mode
+    eps: float = 0.0,
 ) -> Tensor:  # [*, out_features]
     """The whole layer."""
     lin = F.linear(x, _unit_major(unit_rows(weight), 1, max_out))
     if max_out > 1:
         lin = _max_unit(lin.unflatten(-1, (max_out, -1)), -2)
     sq_norm = x if b == 1 else sum_of_squares(x, -1)  # b = 1 needs no norm
+    if eps:
+        sq_norm = sq_norm + eps
     return _scaled(lin, sq_norm, b, scale, hold)
 
 
@@ -228,6 +231,7 @@ def bcos_conv(
     max_out: int,
     scale: float,
     hold: Hold | None,  # None outside of explanation mode
+    eps: float = 0.0,
 ) -> Tensor:  # [N, out_channels, *]
     """The whole layer."""
     kernel = tuple(weight.shape[2:])
@@ -243,6 +247,8 @@ def bcos_conv(
         sq_norm = box_sum(sum_of_squares(x, 1, groups), kernel, stride, padding, dilation)
         if groups > 1:
             sq_norm = sq_norm.unsqueeze(2)
+        if eps:
+            sq_norm = sq_norm + eps
     out = _scaled(lin, sq_norm, b, scale, hold)
     return out.flatten(1, 2) if groups > 1 else out
 
