@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torchbcos._arguments import check_device
 from torchbcos._version import __version__
 from torchbcos.models import BcosModel, convert, create_model
+from torchbcos.released import is_released, load_released
 
 __all__ = ["CheckpointError", "default_name", "load", "save", "write_atomically"]
 
@@ -81,6 +82,7 @@ def save(
         "temperature": model.temperature,
         "logit_bias": model.logit_bias,
         "scales": {name: layer.scale for name, layer in model.bcos_layers()},
+        "eps": {name: layer.eps for name, layer in model.bcos_layers() if layer.eps},
         "provenance": {**model.provenance, **(provenance or {})},
     }
     try:
@@ -102,14 +104,18 @@ def load(
     """A model from a file written by `save`, or a bundled one by its name, in evaluation mode.
 
     For a model that was made with `convert` from a module of your own, pass such a module again as
-    `module`; its weights do not matter.
+    `module`; its weights do not matter. Weights that the authors of B-cos networks released are
+    read as well; see `released.load_released`.
     """
     device = check_device(device)
     path = _find(name_or_path)
-    config, tensors = _read(path)
     try:
-        model = _rebuild(config, module, path)
-        _install(model, config, tensors)
+        if is_released(path):
+            model = load_released(path)
+        else:
+            config, tensors = _read(path)
+            model = _rebuild(config, module, path)
+            _install(model, config, tensors)
     except CheckpointError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -241,6 +247,7 @@ def _install(model: BcosModel, config: dict[str, Any], tensors: dict[str, Tensor
     model.to(_DTYPES[config["dtype"]]).load_state_dict(tensors)
     for name, layer in layers.items():
         layer.scale = float(config["scales"][name])
+        layer.eps = float(config.get("eps", {}).get(name, 0))
     model.temperature = float(config["temperature"])
     model.logit_bias = float(config["logit_bias"])
     model.scaling = config["scaling"]

@@ -17,6 +17,7 @@ from torchbcos.functional import add_offset
 from torchbcos.layers import BcosLayer
 from torchbcos.networks import cifar9, cifar_resnet, mini
 from torchbcos.presets import paper_preset
+from torchbcos.v2_networks import v2_network
 
 __all__ = [
     "Architecture",
@@ -202,7 +203,7 @@ def create_model(
     Ours are `cifar9`, the paper's for CIFAR-10, `cifar_resnet` and `mini`. `options` go to the
     architecture, as `growth_rate=22` to a DenseNet. `preset="paper"` sets the paper's γ, T and b;
     otherwise call `calibrate` before training. `conventional/NAME` is the network of that name as
-    it was, to compare with.
+    it was, to compare with; `v2/NAME` is a ConvNeXt or a vision transformer of the authors' own.
 
     >>> model = create_model("cifar9", b=2.0, max_out=2, preset="paper")
     >>> model(torch.rand(1, 3, 32, 32)).shape
@@ -222,6 +223,15 @@ def create_model(
                     "no B-cos layers."
                 )
         return _conventional(name, {"num_classes": num_classes, **options}, input_size, classes)
+    if name.startswith(_V2):
+        for argument in ("norm", "head", "strict"):
+            if conversion_options[argument] != _USUAL[argument]:
+                raise ValueError(
+                    f"`{argument}` (={conversion_options[argument]!r}) must be left out for "
+                    f"{name}, which is not converted."
+                )
+        given = {"num_classes": num_classes, "b": b, "max_out": max_out, **options}
+        return _v2(name, given, input_size, classes)
     build = _builder(name, {"num_classes": num_classes, **options})
     if input_size is None:
         input_size = _SIZES.get(name)
@@ -250,7 +260,7 @@ def apply_preset(model: BcosModel, preset: str) -> None:
 
 
 def list_models() -> list[str]:
-    """Names for `create_model`: ours and torchvision's; `timm/NAME` takes timm's, too.
+    """Names for `create_model`: ours and torchvision's; it takes `timm/NAME` and `v2/NAME`, too.
 
     >>> "densenet121" in list_models()
     True
@@ -290,6 +300,25 @@ def _conventional(
     height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
     model = ConventionalModel(
         _builder(base, {**extra, **options})(),
+        input_size=(height, width),
+        num_classes=options["num_classes"],
+        classes=classes,
+        architecture=Architecture(name, options),
+    )
+    return model.train()
+
+
+def _v2(
+    name: str,
+    options: dict[str, Any],
+    input_size: int | Sequence[int] | None,
+    classes: Sequence[str] | None,
+) -> BcosModel:
+    if input_size is None:
+        input_size = 224
+    height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
+    model = BcosModel(
+        v2_network(name.removeprefix(_V2), **options),
         input_size=(height, width),
         num_classes=options["num_classes"],
         classes=classes,
@@ -351,6 +380,7 @@ _OURS: dict[str, Callable[..., nn.Module]] = {
 }
 _SIZES = {"cifar9": 32, "cifar_resnet": 32, "mini": 48}
 _CONVENTIONAL = "conventional/"
+_V2 = "v2/"
 _USUAL = {"b": 2.0, "max_out": 2, "norm": None, "head": "conv", "strict": True}
 
 
