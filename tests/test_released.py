@@ -1,7 +1,5 @@
 """Weights of the authors' programs: v2 against the program itself, v1 against its formulas."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from oracle import PEER_TOLERANCE, assert_agrees
 from torchbcos.encoding import encode
 from torchbcos.released import load_released
 from v1_networks import CIFAR_TEMPERATURES, IMAGENET, make
+from v2_peer import lively, made
 
 SIZE = 96  # of images; their networks take any multiple of 32
 V2 = {
@@ -26,33 +25,6 @@ V2 = {
 }
 
 
-@torch.no_grad()
-def peer(name):
-    """A network of v2 with weights and statistics that leave no part of it without effect."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from bcos.models import pretrained
-
-        network = getattr(pretrained, name)(pretrained=False).eval()
-    generator = torch.Generator().manual_seed(0)
-
-    def around_one(shape):
-        return torch.rand(shape, generator=generator) + 0.5
-
-    def measure(norm, inputs):
-        norm.running_var.copy_(inputs[0].var((0, 2, 3)) * around_one(norm.running_var.shape))
-
-    for parameter_name, parameter in network.named_parameters():
-        if parameter.dim() == 1 or parameter_name.endswith("layer_scale"):
-            parameter.copy_(around_one(parameter.shape))
-    norms = [m for m in network.modules() if hasattr(m, "running_var")]
-    hooks = [norm.register_forward_pre_hook(measure) for norm in norms]
-    network(encode(torch.rand(1, 3, SIZE, SIZE, generator=generator)))
-    for hook in hooks:
-        hook.remove()
-    return network
-
-
 def pictures(count, *size):
     generator = torch.Generator().manual_seed(1)
     return torch.rand(count, 3, *size, generator=generator, dtype=torch.float64)
@@ -60,7 +32,7 @@ def pictures(count, *size):
 
 @pytest.mark.parametrize("name", V2)
 def test_networks_of_v2_give_its_logits_and_its_rows_of_w(name, tmp_path):
-    network = peer(name)
+    network = lively(made(name), SIZE)
     torch.save(network.state_dict(), tmp_path / "weights.pth")
     model = tb.load(tmp_path / "weights.pth")
     assert model.architecture.name == V2[name]
@@ -107,7 +79,7 @@ def test_v1s_networks_for_cifar10_are_read_with_their_b(b, units, tmp_path):
 
 
 def test_what_was_read_can_be_saved_trained_and_explained(tmp_path, monkeypatch, capsys):
-    torch.save(peer("resnet18").state_dict(), tmp_path / "resnet.pth")
+    torch.save(lively(made("resnet18"), SIZE).state_dict(), tmp_path / "resnet.pth")
     model = tb.load(tmp_path / "resnet.pth")
     assert model.classes[207] == "golden retriever"
     assert model.provenance == {"weights": "B-cos v2", "file": "resnet.pth"}
@@ -175,15 +147,6 @@ def test_other_files_are_refused_with_a_sentence(tmp_path):
 
 
 def test_conventional_networks_of_v2_are_refused(tmp_path):
-    network = peer_state("standard_simple_vit_ti_patch16_224")
-    torch.save(network, tmp_path / "m.pth")
+    torch.save(made("standard_simple_vit_ti_patch16_224").state_dict(), tmp_path / "m.pth")
     with pytest.raises(tb.checkpoint.CheckpointError, match="are of no network"):
         tb.load(tmp_path / "m.pth")
-
-
-def peer_state(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from bcos.models import pretrained
-
-        return getattr(pretrained, name)(pretrained=False).state_dict()

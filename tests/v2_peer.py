@@ -1,0 +1,36 @@
+"""The networks of the authors' second program, `bcos` on PyPI."""
+
+import warnings
+
+import torch
+
+
+def made(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from bcos.models import pretrained
+
+        return getattr(pretrained, name)(pretrained=False).eval()
+
+
+@torch.no_grad()
+def lively(network, size):
+    """The network with scales and statistics that leave no part of it without effect."""
+    generator = torch.Generator().manual_seed(0)
+
+    def around_one(shape):
+        return torch.rand(shape, generator=generator) + 0.5
+
+    def measure(norm, inputs):
+        norm.running_var.copy_(inputs[0].var((0, 2, 3)) * around_one(norm.running_var.shape))
+
+    for name, parameter in network.named_parameters():
+        if parameter.dim() == 1 or name.endswith("layer_scale"):
+            parameter.copy_(around_one(parameter.shape))
+    norms = [m for m in network.modules() if hasattr(m, "running_var")]
+    hooks = [norm.register_forward_pre_hook(measure) for norm in norms]
+    image = torch.rand(1, 3, size, size, generator=generator)
+    network(torch.cat([image, 1 - image], 1))
+    for hook in hooks:
+        hook.remove()
+    return network
