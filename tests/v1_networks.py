@@ -164,16 +164,18 @@ CIFAR_TEMPERATURES = {1: -3, 1.25: -3, 1.5: -2, 1.75: 1, 2: 2, 2.25: 2, 2.5: 3}
 
 @torch.no_grad()
 def make(name, classes=1000, growth=None, **options):
-    """Tensors by v1's names, and the function from images to logits that they stand for."""
+    """Tensors by v1's names, and the function from images to logits that they stand for.
+
+    The logits are without their bias, beside which small ones could not be compared.
+    """
     tensors, generator = {}, torch.Generator().manual_seed(0)
     if name == "cifar9":
-        network, size, bias = cifar9, 32, math.log(0.1 / 0.9)
+        network, size = cifar9, 32
         b = options["b"]
         temperature = 10 ** CIFAR_TEMPERATURES[b]
         options["gamma"], s = 10 ** (1.5 * b - 1.75), None
     else:
         network, s, temperature, size = IMAGENET[name]
-        bias = math.log(0.01 / 0.99)
     if growth is not None:
         network = partial(network, growth=growth)
     image = torch.rand(1, 6, size, size, generator=generator)
@@ -183,6 +185,6 @@ def make(name, classes=1000, growth=None, **options):
     def logits(images):
         x = torch.cat([images, 1 - images], 1)
         out = network(Run(tensors, s, **options), x, classes)
-        return out.mean((2, 3)) / temperature + bias
+        return out.mean((2, 3)) / temperature
 
     return tensors, logits

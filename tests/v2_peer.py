@@ -1,5 +1,6 @@
 """The networks of the authors' second program, `bcos` on PyPI."""
 
+import math
 import warnings
 
 import torch
@@ -15,7 +16,10 @@ def made(name):
 
 @torch.no_grad()
 def lively(network, size):
-    """The network with scales and statistics that leave no part of it without effect."""
+    """The network with scales and statistics that leave no part of it without effect.
+
+    Its logits have no bias any more, beside which small ones could not be compared.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def around_one(shape):
@@ -33,4 +37,7 @@ def lively(network, size):
     network(torch.cat([image, 1 - image], 1))
     for hook in hooks:
         hook.remove()
+    (head,) = (m for m in network.modules() if hasattr(m, "logit_bias"))
+    assert head.logit_bias == -math.log(999)
+    head.logit_bias = None
     return network
