@@ -245,3 +245,28 @@ def test_wrong_input_is_one_sentence(command, tmp_path, monkeypatch, arguments, 
     assert (code, printed) == (2, "")
     assert message in complaint
     assert not list(tmp_path.iterdir())
+
+
+class Tokens(nn.Module):
+    """A layer that sees images times positions as one batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Conv2d(3, 8, 8, stride=8)
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        return self.head((x + self.mix(x)).mean(1))
+
+
+def test_multiples_of_the_batch_are_told_as_such(tmp_path, capfd):
+    model = tb.convert(Tokens(), input_size=32)
+    tb.calibrate(model, torch.rand(4, 3, 32, 32))
+    made = export(model.eval(), tmp_path / "m.onnx")
+    run(made.path, images=np.zeros((5, 3, 32, 32), np.float32), targets=np.zeros(5, np.int64))
+    assert "Shape mismatch" not in capfd.readouterr().err
+    values = onnx.load(made.path).graph.value_info
+    names = {d.dim_param for v in values for d in v.type.tensor_type.shape.dim if d.dim_param}
+    assert names == {"batch", "16*batch"}

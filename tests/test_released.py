@@ -149,9 +149,10 @@ def test_other_files_are_refused_with_a_sentence(tmp_path):
         assert "\n" not in str(error.value)
     torch.save(good, tmp_path / "m.pth")
     whole = (tmp_path / "m.pth").read_bytes()
-    (tmp_path / "m.pth").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(tb.checkpoint.CheckpointError, match="cut short or damaged"):
-        tb.load(tmp_path / "m.pth")
+    for length in (2, 5000, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "m.pth").write_bytes(whole[:length])
+        with pytest.raises(tb.checkpoint.CheckpointError, match="cut short or damaged"):
+            tb.load(tmp_path / "m.pth")
 
 
 def test_conventional_networks_of_v2_are_refused(tmp_path):

@@ -118,6 +118,8 @@ def load(
             _install(model, config, tensors)
     except CheckpointError:
         raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {_one_line(error)}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path}: {_one_line(error)}") from error
     try:
@@ -197,8 +199,6 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         with safetensors.safe_open(path, "pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {_one_line(error)}") from error
     except (safetensors.SafetensorError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"{path} is no intact safetensors file ({_one_line(error)}): it may be cut short or "

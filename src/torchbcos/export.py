@@ -182,10 +182,11 @@ def _translate(outputs: _Outputs, shape: tuple[int, ...]) -> Any:
             raise ValueError(f"this network cannot be written as ONNX: {_why(error)}") from error
     found.model.metadata_props.update(_about(outputs.model))
     proto = found.model_proto
+    batch_there = proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
         for dimension in value.type.tensor_type.shape.dim:
-            if dimension.dim_param:
-                dimension.dim_param = "batch"  # no other is open
+            if dimension.dim_param:  # the batch, or a multiple of it
+                dimension.dim_param = dimension.dim_param.replace(batch_there, "batch")
     return proto
 
 

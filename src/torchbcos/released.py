@@ -77,7 +77,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], bool]:
     """The tensors by the names we give them, and whether v1 wrote them."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, KeyError, ValueError) as error:
         raise ValueError(
             "it holds more than tensors, or is cut short or damaged: store the network's "
             "state_dict() alone with torch.save, or download it again."
