@@ -7,8 +7,9 @@ import torch
 
 
 def made(name):
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
+        torch.manual_seed(0)
         from bcos.models import pretrained
 
         return getattr(pretrained, name)(pretrained=False).eval()

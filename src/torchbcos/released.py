@@ -76,7 +76,8 @@ def load_released(path: str | os.PathLike[str], *, b: float | None = None) -> Bc
 def _read(path: Path) -> tuple[dict[str, Tensor], bool]:
     """The tensors by the names we give them, and whether v1 wrote them."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:  # by its name torch might take it for another kind
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, KeyError, ValueError) as error:
         raise ValueError(
             "it holds more than tensors, or is cut short or damaged: store the network's "
