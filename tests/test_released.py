@@ -9,6 +9,7 @@ import torchbcos as tb
 from cases import caller
 from oracle import PEER_TOLERANCE, assert_agrees
 from torchbcos.encoding import encode
+from torchbcos.finetune import with_new_head
 from torchbcos.released import load_released
 from v1_networks import CIFAR_TEMPERATURES, IMAGENET, make
 from v2_peer import lively, made
@@ -96,6 +97,10 @@ def test_what_was_read_can_be_saved_trained_and_explained(tmp_path, monkeypatch,
     images = torch.rand(2, 3, 64, 64)
     assert torch.equal(again(images), model(images))
     assert {layer.eps for _, layer in again.bcos_layers()} == {1e-6}
+    new = with_new_head(model, ("cat", "dog"))
+    assert {layer.eps for _, layer in new.bcos_layers()} == {1e-6}
+    assert torch.equal(new.network.conv1.weight, model.network.conv1.weight)
+    assert new(images).shape == (2, 2)
     model.train()(images).sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
     call = caller(monkeypatch, capsys)

@@ -58,7 +58,7 @@ def _common() -> None:
 )
 def explain(
     images: Annotated[list[str], typer.Argument(help="Image files, folders or globs.")],
-    model: Annotated[str, typer.Option(help="A file from torchbcos.save, or a bundled name.")] = "",
+    model: Annotated[str, typer.Option(help="A model file, or a bundled name.")] = "",
     classes: Annotated[
         str, typer.Option(help="Explain these: names or numbers, comma-separated.")
     ] = "",
@@ -260,7 +260,7 @@ def train(
 )
 def evaluate(
     data: Annotated[str, typer.Option(help="'shapes', a CIFAR-10 folder, or class folders.")],
-    model: Annotated[str, typer.Option(help="A file from torchbcos.save, or a bundled name.")] = "",
+    model: Annotated[str, typer.Option(help="A model file, or a bundled name.")] = "",
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -296,7 +296,7 @@ app.command(
 
 @app.command(epilog="Example: torchbcos export --model imagenette --out imagenette.onnx")
 def export(
-    model: Annotated[str, typer.Option(help="A file from torchbcos.save, or a bundled name.")] = "",
+    model: Annotated[str, typer.Option(help="A model file, or a bundled name.")] = "",
     out: Annotated[Path, typer.Option(help="The ONNX file.")] = Path("model.onnx"),
     size: Annotated[
         int, typer.Option(help="Pixels of its images; 0 for the model's own size.", min=0)
