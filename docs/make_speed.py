@@ -167,9 +167,9 @@ def processor(document: Row) -> list[str]:
         "From `results/speed_cpu.json`: "
         f"`{run['command']}` on one {run['device']}, {run['dtype']}, "
         f"{run['memory_format'].replace('_', ' ')}, torch {run['torch']}, "
-        f"commit {run['commit']}. These machines are noisy: four earlier runs gave ours 1.13, 1.13, "
-        "1.08 and 1.08 of the conventional network's time for inference, one of them 1.03 for a "
-        "training step.\n",
+        f"commit {run['commit']}. These machines are noisy: four earlier runs gave ours 1.13, "
+        "1.13, 1.08 and 1.08 of the conventional network's time for inference, one of them 1.03 "
+        "for a training step.\n",
         "| | inference, ms | of the conventional's | training step, ms | of the conventional's |",
         "|---|---|---|---|---|",
     ]
