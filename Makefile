@@ -9,7 +9,7 @@ setup: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip uv
-	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python -e ".[dev,train,eval,export]"
+	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python -e ".[dev,train,eval,export,web]"
 	touch $@
 
 demo: setup
