@@ -793,10 +793,6 @@ class AddsItsSigmoid(nn.Module):
         return x + torch.sigmoid(x)
 
 
-def attended_by_a_module(net, x):
-    return to_map(net.part(tokens(x), tokens(x), tokens(x))[0])
-
-
 BREAKS = {
     "sigmoid added to a signal": (
         lambda net, x: x + torch.sigmoid(x),
@@ -814,11 +810,6 @@ BREAKS = {
         lambda net, x: net.part(x),
         nn.ConvTranspose2d(WIDTH, WIDTH, 2, 2),
         "`ConvTranspose2d` at part",
-    ),
-    "attention module": (
-        attended_by_a_module,
-        nn.MultiheadAttention(WIDTH, 2, batch_first=True),
-        "`MultiheadAttention` at part",
     ),
     "recurrent module": (
         lambda net, x: to_map(net.part(tokens(x))[0]),

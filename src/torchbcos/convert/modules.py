@@ -12,7 +12,13 @@ from torchbcos.convert.report import Change, Report
 from torchbcos.convert.rewriter import Options
 from torchbcos.convert.rules import ACTIVATIONS, DROPOUTS, NORM_NAMES, NORMS
 from torchbcos.convert.trace import class_key
-from torchbcos.convert.twins import average_pool, bcos_convolution, bcos_linear, uncentred_norm
+from torchbcos.convert.twins import (
+    attention_twin,
+    average_pool,
+    bcos_convolution,
+    bcos_linear,
+    uncentred_norm,
+)
 from torchbcos.encoding import encode
 from torchbcos.functional import collect_offsets
 from torchbcos.layers import BcosLayer
@@ -30,7 +36,10 @@ def replace_modules(
     changes: list[Change] = []
     widen = 2  # the first layer sees the encoded image
     twins: dict[nn.Module, nn.Module | None] = {}
+    whole: tuple[str, ...] = ()  # modules replaced with all that is in them
     for name, old in list(network.named_modules(remove_duplicate=False)):
+        if name.startswith(whole):
+            continue
         if old not in twins:
             twins[old] = _twin(old, widen, options)
         new = twins[old]
@@ -38,6 +47,7 @@ def replace_modules(
             continue
         if isinstance(old, nn.modules.conv._ConvNd | nn.Linear):
             widen = 1
+        whole = (*whole, f"{name}.")
         parent, _, child = name.rpartition(".")
         setattr(network.get_submodule(parent), child, new)
         became = "removed" if isinstance(new, nn.Identity | nn.Dropout) else type(new).__name__
@@ -52,6 +62,9 @@ def replace_modules(
 
 def _twin(old: nn.Module, widen: int, options: Options) -> nn.Module | None:
     key = class_key(old)
+    attention = attention_twin(old, options.b, options.max_out, bool(options.norm))
+    if attention is not None:
+        return attention
     if isinstance(old, nn.modules.conv._ConvTransposeNd):
         return None
     if isinstance(old, nn.modules.conv._ConvNd):

@@ -14,7 +14,15 @@ from torch import fx, nn
 from torchbcos import functional
 from torchbcos.convert.rewriter import CONSTANT, Kind, Rewriter, Rule, Value, name_of
 from torchbcos.convert.trace import BATCH, class_key, is_auxiliary
-from torchbcos.convert.twins import average_pool, bcos_convolution, bcos_linear, uncentred_norm
+from torchbcos.convert.twins import (
+    ATTENTION,
+    SHIFTED_WINDOWS,
+    attention_twin,
+    average_pool,
+    bcos_convolution,
+    bcos_linear,
+    uncentred_norm,
+)
 
 __all__ = ["LEAF_NAMES", "rule_for"]
 
@@ -37,7 +45,7 @@ LINEAR = frozenset(
     "upsample pixelshuffle pixelunshuffle channelshuffle unfold fold identity cumsum "
     "zeropad1d zeropad2d zeropad3d reflectionpad1d reflectionpad2d reflectionpad3d "
     "replicationpad1d replicationpad2d replicationpad3d circularpad1d circularpad2d circularpad3d "
-    "upsamplingnearest2d upsamplingbilinear2d".split()
+    "upsamplingnearest2d upsamplingbilinear2d patchmergingpad".split()
 )
 NORMS = (
     nn.modules.batchnorm._NormBase,
@@ -52,7 +60,7 @@ FUNCTIONAL_NORMS = frozenset(
     "batchnorm layernorm groupnorm instancenorm localresponsenorm rmsnorm".split()
 )
 #: Modules of these names are not looked into, whichever library they come from.
-LEAF_NAMES = ACTIVATIONS | DROPOUTS | NORM_NAMES
+LEAF_NAMES = ACTIVATIONS | DROPOUTS | NORM_NAMES | SHIFTED_WINDOWS
 
 
 # The rules.
@@ -228,6 +236,44 @@ def _attention(r: Rewriter, node: fx.Node, _: Any) -> Value:
     return r.value(v)
 
 
+def _attention_module(r: Rewriter, node: fx.Node, module: Any) -> Value:
+    """What is attended to comes last among the signals; everything else may be held."""
+    given = dict(zip(_ATTENTION_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+    is_plain = isinstance(module, nn.MultiheadAttention)
+    value = r.value(given["value"] if is_plain else node.all_input_nodes[0])
+    twin = attention_twin(module, r.options.b, r.options.max_out, bool(r.options.norm))
+    if twin is None or value.kind is not Kind.SIGNAL or value.raw:
+        return _unknown(r, node, module)
+    if is_plain:
+        if not all(name_of(u) == "getitem" and (u.args[1] == 0 or not u.users) for u in node.users):
+            return _unknown(r, node, module)  # attention weights are no signal
+        node.args, node.kwargs = (), {**given, "need_weights": False}
+    r.put_module(node, twin)
+    return value
+
+
+_ATTENTION_ARGUMENTS = (
+    "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask",
+    "average_attn_weights", "is_causal",
+)  # fmt: skip
+
+
+def _product_by_indices(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """einsum of two tensors."""
+    if len(node.args) != 3 or not isinstance(node.args[0], str):
+        return _unknown(r, node, None)
+    kinds = [r.value(a).kind for a in node.args[1:]]
+    if Kind.CONSTANT in kinds:
+        return _keep(r, node, None)
+    if Kind.SIGNAL not in kinds:
+        return _unknown(r, node, None)
+    args: list[Any] = list(node.args)
+    kept = 2 if kinds[1] is Kind.SIGNAL else 1
+    args[3 - kept] = r.insert(node, functional.hold, args[3 - kept])
+    r.put_function(node, torch.einsum, tuple(args), "one side held constant")
+    return r.value(args[kept])
+
+
 def _sum(r: Rewriter, node: fx.Node, _: Any) -> Value:
     """a + b and a - b, where either may be a constant: an offset."""
     if len(node.args) != 2 or node.kwargs or not _batch_comes_first(r, node):
@@ -317,6 +363,7 @@ _NAMED: dict[str, Rule] = _table(
     (["mul", "multiply"], _product),
     (["div", "divide"], _quotient),
     (["matmul", "bmm", "mm"], _matrix_product),
+    (["einsum"], _product_by_indices),
     (["scaleddotproductattention"], _attention),
     (["maxpool1d", "maxpool2d", "maxpool3d"], _max_pool),
     (["adaptivemaxpool1d", "adaptivemaxpool2d", "adaptivemaxpool3d"], _adaptive_max_pool),
@@ -333,6 +380,8 @@ def rule_for(node: fx.Node, module: nn.Module | None) -> Rule:
     if isinstance(module, nn.modules.conv._ConvNd | nn.Linear):
         return _layer
     key = class_key(module)
+    if isinstance(module, ATTENTION) or key in SHIFTED_WINDOWS:
+        return _attention_module
     if isinstance(module, NORMS) or key in NORM_NAMES:
         return _norm
     if isinstance(module, nn.modules.dropout._DropoutNd) or key in ACTIVATIONS | DROPOUTS:

@@ -35,6 +35,8 @@ LEAVES = (
     nn.modules.pooling._MaxPoolNd,
     nn.modules.pooling._AdaptiveMaxPoolNd,
     nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerEncoder,
 )
 _COMMON_SIZES = (224, 299, 256, 32, 64, 28, 96, 128, 160, 192, 240, 288, 320, 384)
 

@@ -6,11 +6,19 @@ from typing import Any
 
 from torch import nn
 
-from torchbcos import norms
+from torchbcos import attention, norms
 from torchbcos.convert.trace import class_key
 from torchbcos.layers import AvgPool2d, BcosConv1d, BcosConv2d, BcosConv3d, BcosLayer, BcosLinear
 
-__all__ = ["average_pool", "bcos_convolution", "bcos_linear", "uncentred_norm"]
+__all__ = [
+    "ATTENTION",
+    "SHIFTED_WINDOWS",
+    "attention_twin",
+    "average_pool",
+    "bcos_convolution",
+    "bcos_linear",
+    "uncentred_norm",
+]
 
 _CONV = {1: BcosConv1d, 2: BcosConv2d, 3: BcosConv3d}
 _AVG_POOL = {1: nn.AvgPool1d, 2: AvgPool2d, 3: nn.AvgPool3d}
@@ -91,3 +99,50 @@ def uncentred_norm(module: Any) -> nn.Module | None:
         momentum = getattr(module, "momentum", 0.1)
         return _BATCH_NORM[dims](module.weight.numel(), eps, momentum, bias=False)
     return None
+
+
+#: Modules that are attention, whole: torch's by class, torchvision's by name.
+ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+SHIFTED_WINDOWS = frozenset({"shiftedwindowattention", "shiftedwindowattentionv2"})
+
+
+def attention_twin(module: Any, b: float, max_out: int, norm: bool) -> nn.Module | None:
+    """The same of B-cos layers; None for other modules, and for attention to learned tokens."""
+    if isinstance(module, nn.MultiheadAttention):
+        if module.bias_k is not None or module.add_zero_attn:
+            return None
+        return attention.BcosMultiheadAttention(
+            module.embed_dim,
+            module.num_heads,
+            module.kdim,
+            module.vdim,
+            module.batch_first,
+            module.out_proj.weight.device,
+            module.out_proj.weight.dtype,
+            b=b,
+            max_out=max_out,
+        )
+    if isinstance(module, nn.TransformerEncoderLayer):
+        inner = attention_twin(module.self_attn, b, max_out, norm)
+        assert isinstance(inner, attention.BcosMultiheadAttention)
+        return attention.BcosTransformerEncoderLayer(
+            inner,
+            bcos_linear(module.linear1, 1, b, max_out),  # type: ignore[arg-type]
+            bcos_linear(module.linear2, 1, b, max_out),  # type: ignore[arg-type]
+            _norm_or_nothing(module.norm1, norm),
+            _norm_or_nothing(module.norm2, norm),
+            module.norm_first,
+        )
+    if isinstance(module, nn.TransformerEncoder):
+        layers: Any = [attention_twin(layer, b, max_out, norm) for layer in module.layers]
+        if any(layer is None for layer in layers):  # of another class
+            return None
+        last = None if module.norm is None else _norm_or_nothing(module.norm, norm)
+        return attention.BcosTransformerEncoder(layers, last)
+    if class_key(module) in SHIFTED_WINDOWS:
+        return attention.BcosShiftedWindowAttention(module, b=b, max_out=max_out)
+    return None
+
+
+def _norm_or_nothing(module: nn.Module, norm: bool) -> nn.Module:
+    return (uncentred_norm(module) if norm else None) or nn.Identity()
