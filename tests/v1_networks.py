@@ -11,6 +11,13 @@ VGG11 = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")
 CIFAR = ((64, 1), (64, 1), (128, 2), (128, 1), (128, 1), (256, 2), (256, 1), (256, 1), (10, 1))
 
 
+def overlapping(shape, generator):
+    """Rows that share most of their memory, so that a gigabyte is quickly made and stored."""
+    row, step = math.prod(shape[1:]), 7
+    values = torch.rand(row + step * shape[0], generator=generator).sub_(0.4)
+    return values.as_strided(shape, (step, *torch.empty(shape[1:], device="meta").stride()))
+
+
 class Run:
     """One pass through a network; with `generator` it makes the tensors it meets."""
 
@@ -23,8 +30,7 @@ class Run:
         kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
         if self.generator is not None:
             shape = (out * self.units, x.shape[1], *kernel)
-            weight = torch.rand(shape, generator=self.generator).sub_(0.4)
-            self.tensors[name] = weight
+            self.tensors[name] = overlapping(shape, self.generator)
         weight = self.tensors[name].to(x.dtype)
         rows = weight / weight.flatten(1).norm(dim=1)[:, None, None, None]
         lin = F.conv2d(x, rows, None, stride, padding)
