@@ -37,6 +37,9 @@ def main() -> None:
         fail(f"{error.filename}: {error.strerror}." if error.filename else str(error))
 
 
+OFFERED = 100  # images on the explorer's page
+
+
 def fail(sentence: str) -> NoReturn:
     complain(sentence)
     sys.exit(2)
@@ -363,7 +366,10 @@ def serve(
     from torchbcos.web.explorer import Explorer
     from torchbcos.web.server import serve as answer
 
-    samples = tuple(find_images(images or []))
+    found = find_images(images or [])
+    if len(found) > OFFERED:
+        complain(f"only the first {OFFERED} of {len(found)} images are offered; drop others.")
+    samples = tuple(found[:OFFERED])
     for path in samples:
         check_image(path)
     name = model or default_name()

@@ -18,6 +18,7 @@ from torchbcos.images import ImageError, read_pixels
 from torchbcos.shapes import Shapes, shapes
 
 __all__ = [
+    "CIFAR10_CLASSES",
     "DataError",
     "ImageFiles",
     "ImageSet",
@@ -237,7 +238,7 @@ def _shapes_split(size: int) -> Split:
     return Split(sets[0], sets[1], train.classes)
 
 
-_CIFAR_CLASSES = (
+CIFAR10_CLASSES = (
     "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
 )  # fmt: skip
 
@@ -259,7 +260,7 @@ def _cifar_binary(folder: Path) -> Split:
         return Images(table[:, 1:].reshape(-1, 3, 32, 32).contiguous(), table[:, 0].long())
 
     train = read([f"data_batch_{i}.bin" for i in range(1, 6)])
-    return Split(train, read(["test_batch.bin"]), _CIFAR_CLASSES)
+    return Split(train, read(["test_batch.bin"]), CIFAR10_CLASSES)
 
 
 def _cifar_python(root: Path) -> Split:

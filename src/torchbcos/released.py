@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchbcos.data import CIFAR10_CLASSES
 from torchbcos.layers import BcosConv2d
 from torchbcos.models import BcosModel, apply_preset, create_model, default_logit_bias
 from torchbcos.v2_networks import CONVNEXTS, SIMPLE_VITS
@@ -57,7 +58,7 @@ def load_released(path: str | os.PathLike[str], *, b: float | None = None) -> Bc
         num_classes=outputs // units,
         b=b,
         max_out=units,
-        classes=_class_names(outputs // units),
+        classes=_class_names(found.name, outputs // units),
         **found.options,
     )
     _fill(model, tensors, found.is_numbered)
@@ -124,8 +125,11 @@ _CIFAR = "0.weight"
 def _recognise(tensors: Tensors) -> _Found:
     for mark, family in _FAMILIES.items():
         if mark in tensors:
-            found = family(tensors)
-            if found is not None:
+            try:
+                found = family(tensors)
+            except (KeyError, ZeroDivisionError):  # a part is missing, or narrower than any
+                break
+            if found is not None and _is_whole(found, tensors):
                 return found
             break
     known = "ResNets, DenseNets, VGGs, Inception-v3, ConvNeXts, simple vision transformers"
@@ -133,6 +137,11 @@ def _recognise(tensors: Tensors) -> _Found:
         f"its {len(tensors)} tensors ({next(iter(tensors))}, …) are of no network that v1 or v2 "
         f"released ({known} and the paper's for CIFAR-10): make the network with torchbcos.convert."
     )
+
+
+def _is_whole(found: _Found, tensors: Tensors) -> bool:
+    ends = {found.first, found.last} <= tensors.keys()
+    return ends and not len(tensors[found.first]) % found.width
 
 
 def _resnet(t: Tensors) -> _Found | None:
@@ -250,8 +259,10 @@ def _norm(tensors: Tensors, first: str) -> dict[str, Any]:
     return {"norm": "uncentred"}
 
 
-def _class_names(classes: int) -> Sequence[str] | None:
-    """Those of ImageNet, on which all networks of 1000 classes were trained."""
+def _class_names(name: str, classes: int) -> Sequence[str] | None:
+    """Those of CIFAR-10, or of ImageNet, on which all networks of 1000 classes were trained."""
+    if (name, classes) == ("cifar9", 10):
+        return CIFAR10_CLASSES
     if classes != 1000:
         return None
     from torchvision.models import ResNet18_Weights
