@@ -26,6 +26,8 @@ app.add_typer(neurons_app, name="neurons")
 # Results go to the output, progress and complaints to the error stream.
 output, errors = Console(), Console(stderr=True)
 
+OFFERED = 100  # images on the explorer's page
+
 
 def main() -> None:
     """The entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
@@ -35,9 +37,6 @@ def main() -> None:
         fail(str(error))
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}." if error.filename else str(error))
-
-
-OFFERED = 100  # images on the explorer's page
 
 
 def fail(sentence: str) -> NoReturn:
