@@ -233,10 +233,10 @@ def test_bad_arguments_end_with_a_sentence(monkeypatch, capsys, tmp_path):
     (tmp_path / "notes.jpg").write_text("hello")
     code, _, complaint = call(tmp_path / "notes.jpg")
     assert (code, "is no image that Pillow can read" in complaint) == (2, True)
-    monkeypatch.setattr("torchbcos.cli.OFFERED", 1)
+    monkeypatch.setattr("torchbcos.cli_serve.OFFERED", 1)
     code, _, complaint = call(PHOTOS, "--host", "999.1.1.1", "--model", "cifar10")
-    assert "only the first 1 of 2 images are offered" in complaint
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "Only the first 1 of 2 images are offered" in complaint
+    monkeypatch.setattr("torchbcos.cli_serve.find_spec", lambda name: None)
     code, _, complaint = call()
     assert code == 2
     assert "needs the package fastapi: install it with pip install 'torchbcos[web]'" in complaint

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchbcos import cli_localise, cli_reproduce
+from torchbcos import cli_localise, cli_reproduce, cli_serve
 from torchbcos.cli_neurons import app as neurons_app
 
 app = typer.Typer(
@@ -25,8 +25,6 @@ app = typer.Typer(
 app.add_typer(neurons_app, name="neurons")
 # Results go to the output, progress and complaints to the error stream.
 output, errors = Console(), Console(stderr=True)
-
-OFFERED = 100  # images on the explorer's page
 
 
 def main() -> None:
@@ -337,51 +335,7 @@ def export(
     )
 
 
-@app.command(epilog="Example: torchbcos serve photos --model imagenette --browse")
-def serve(
-    images: Annotated[
-        list[str] | None, typer.Argument(help="Images to offer: files, folders or globs.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="A model file, or a bundled name.")] = "",
-    host: Annotated[
-        str, typer.Option(help="Where to listen; 0.0.0.0 lets others in the network in.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 for any free one.", min=0, max=65535)] = 8000,
-    browse: Annotated[bool, typer.Option(help="Open the page in a browser.")] = False,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
-) -> None:
-    """Explore a model on a page: classes, contributions, differences and inner units of images."""
-    from importlib.util import find_spec
-
-    from torchbcos.checkpoint import default_name, load
-    from torchbcos.images import check_image, find_images
-
-    for package in ("fastapi", "uvicorn", "python_multipart"):
-        if find_spec(package) is None:
-            fail(
-                f"the page needs the package {package.replace('_', '-')}: install it with "
-                "pip install 'torchbcos[web]'."
-            )
-    from torchbcos.web.explorer import Explorer
-    from torchbcos.web.server import serve as answer
-
-    found = find_images(images or [])
-    if len(found) > OFFERED:
-        complain(f"only the first {OFFERED} of {len(found)} images are offered; drop others.")
-    samples = tuple(found[:OFFERED])
-    for path in samples:
-        check_image(path)
-    name = model or default_name()
-    explorer = Explorer(load(name, device=device), Path(name).name, samples)
-    answer(
-        explorer,
-        host,
-        port,
-        browse=browse,
-        announce=lambda address: output.print(
-            f"Open {address} (Ctrl+C ends it).", soft_wrap=True, markup=False, highlight=False
-        ),
-    )
+app.command(epilog="Example: torchbcos serve photos --model imagenette --browse")(cli_serve.serve)
 
 
 @app.command(epilog="Example: torchbcos bench --device cuda --only training,captured")
