@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchbcos.convert import Conversion, Report, convert_network
+from torchbcos.convert.trace import as_pair
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.functional import add_offset
 from torchbcos.layers import BcosLayer
@@ -297,10 +298,9 @@ def _conventional(
         extra = {"init_weights": True}
     if input_size is None:
         input_size = {**_SIZES, "inception_v3": 299}.get(base, 224)
-    height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
     model = ConventionalModel(
         _builder(base, {**extra, **options})(),
-        input_size=(height, width),
+        input_size=as_pair(input_size),
         num_classes=options["num_classes"],
         classes=classes,
         architecture=Architecture(name, options),
@@ -314,12 +314,9 @@ def _v2(
     input_size: int | Sequence[int] | None,
     classes: Sequence[str] | None,
 ) -> BcosModel:
-    if input_size is None:
-        input_size = 224
-    height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
     model = BcosModel(
         v2_network(name.removeprefix(_V2), **options),
-        input_size=(height, width),
+        input_size=as_pair(224 if input_size is None else input_size),
         num_classes=options["num_classes"],
         classes=classes,
         architecture=Architecture(name, options),
