@@ -181,6 +181,11 @@ def encoded(net, x):
     return to_map(net.part(tokens(x)))
 
 
+def encoded_with_a_mask(net, x):
+    x = tokens(x)
+    return to_map(net.part(src_mask=net.mask, src=x))
+
+
 def plain(**options):
     return nn.MultiheadAttention(WIDTH, 2, batch_first=True, **options)
 
@@ -195,6 +200,13 @@ NETWORKS = {
     "encoder layer": (
         encoded,
         lambda: {"part": nn.TransformerEncoderLayer(WIDTH, 2, 12, batch_first=True)},
+    ),
+    "encoder layer with a mask": (
+        encoded_with_a_mask,
+        lambda: {
+            "part": nn.TransformerEncoderLayer(WIDTH, 2, 12, batch_first=True),
+            "mask": torch.rand(SIZE * SIZE, SIZE * SIZE),
+        },
     ),
     "encoder": (
         encoded,

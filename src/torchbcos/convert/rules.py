@@ -237,10 +237,11 @@ def _attention(r: Rewriter, node: fx.Node, _: Any) -> Value:
 
 
 def _attention_module(r: Rewriter, node: fx.Node, module: Any) -> Value:
-    """What is attended to comes last among the signals; everything else may be held."""
-    given = dict(zip(_ATTENTION_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+    """Linear in what is attended to; all else is in the attention weights, which are held."""
     is_plain = isinstance(module, nn.MultiheadAttention)
-    value = r.value(given["value"] if is_plain else node.all_input_nodes[0])
+    names = _ATTENTION_ARGUMENTS if is_plain else ("src",)  # encoders attend to what they are given
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    value = r.value(given.get("value" if is_plain else "src"))
     twin = attention_twin(module, r.options.b, r.options.max_out, bool(r.options.norm))
     if twin is None or value.kind is not Kind.SIGNAL or value.raw:
         return _unknown(r, node, module)
