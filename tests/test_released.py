@@ -174,3 +174,17 @@ def test_conventional_networks_of_v2_are_refused(tmp_path):
     torch.save(made("standard_simple_vit_ti_patch16_224").state_dict(), tmp_path / "m.pth")
     with pytest.raises(tb.checkpoint.CheckpointError, match="are of no network"):
         tb.load(tmp_path / "m.pth")
+
+
+@pytest.mark.parametrize("options", [{"norm": "uncentred"}, {"head": "pool"}, {"preset": "paper"}])
+def test_options_of_a_conversion_are_refused_for_networks_of_v2(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"`{name}` \(='.*'\) must be left out for v2/convnext"):
+        tb.create_model("v2/convnext_atto_pn", **options)
+
+
+def test_networks_of_v2_that_there_are_not_are_named():
+    with pytest.raises(
+        ValueError, match=r"`name` \(='convnext_huge_pn'\) must be one of convnext_"
+    ):
+        tb.create_model("v2/convnext_huge_pn")

@@ -64,6 +64,7 @@ def picture(client, address):
     answer = client.get(address)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "image/png"
+    assert answer.headers["cache-control"] == "no-store"  # another model may answer later
     return np.array(Image.open(io.BytesIO(answer.content)))
 
 

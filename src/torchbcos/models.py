@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -225,14 +225,16 @@ def create_model(
                 )
         return _conventional(name, {"num_classes": num_classes, **options}, input_size, classes)
     if name.startswith(_V2):
-        for argument in ("norm", "head", "strict"):
-            if conversion_options[argument] != _USUAL[argument]:
+        chosen = {"norm": norm, "head": head, "strict": strict, "preset": preset}
+        for argument, value in chosen.items():
+            if value != {**_USUAL, "preset": None}[argument]:
                 raise ValueError(
-                    f"`{argument}` (={conversion_options[argument]!r}) must be left out for "
-                    f"{name}, which is not converted."
+                    f"`{argument}` (={value!r}) must be left out for {name}, which is not "
+                    "converted and not of the paper."
                 )
-        given = {"num_classes": num_classes, "b": b, "max_out": max_out, **options}
-        return _v2(name, given, input_size, classes)
+        own: dict[str, Any] = {"num_classes": num_classes, "b": b, "max_out": max_out, **options}
+        network = v2_network(name.removeprefix(_V2), **own)
+        return _unconverted(BcosModel, network, name, own, input_size or 224, classes)
     build = _builder(name, {"num_classes": num_classes, **options})
     if input_size is None:
         input_size = _SIZES.get(name)
@@ -298,25 +300,24 @@ def _conventional(
         extra = {"init_weights": True}
     if input_size is None:
         input_size = {**_SIZES, "inception_v3": 299}.get(base, 224)
-    model = ConventionalModel(
-        _builder(base, {**extra, **options})(),
-        input_size=as_pair(input_size),
-        num_classes=options["num_classes"],
-        classes=classes,
-        architecture=Architecture(name, options),
-    )
-    return model.train()
+    network = _builder(base, {**extra, **options})()
+    return _unconverted(ConventionalModel, network, name, options, input_size, classes)
 
 
-def _v2(
+M = TypeVar("M", bound=BcosModel)
+
+
+def _unconverted(
+    kind: type[M],
+    network: nn.Module,
     name: str,
     options: dict[str, Any],
-    input_size: int | Sequence[int] | None,
+    size: int | Sequence[int],
     classes: Sequence[str] | None,
-) -> BcosModel:
-    model = BcosModel(
-        v2_network(name.removeprefix(_V2), **options),
-        input_size=as_pair(224 if input_size is None else input_size),
+) -> M:
+    model = kind(
+        network,
+        input_size=as_pair(size),
         num_classes=options["num_classes"],
         classes=classes,
         architecture=Architecture(name, options),

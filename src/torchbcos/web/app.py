@@ -93,8 +93,8 @@ def create_app(explorer: Explorer, hosts: tuple[str, ...] = ("localhost", "127.0
 
 
 def _png(content: bytes) -> Response:
-    # Its address says what it shows, so the browser may keep it.
-    return Response(content, media_type="image/png", headers={"Cache-Control": "max-age=3600"})
+    # Not to be kept: at the same address another model may answer later.
+    return Response(content, media_type="image/png", headers={"Cache-Control": "no-store"})
 
 
 def _tells(code: int) -> Callable[[Request, Exception], JSONResponse]:

@@ -85,23 +85,24 @@ class Explorer:
     # Images.
 
     def add(self, content: bytes, name: str) -> dict[str, Any]:
-        """An image file's content; the same image gets the same name."""
+        """An image file's content; the same image gets the same id."""
         file: Any = _NamedBytes(content)
         file.name = name or "this file"
         return self._keep(read_image(file, self.model.input_size, self.model.in_channels), name)
 
     def add_sample(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < len(self.samples):
-            raise NotThereError(f"there is no sample {index}: there are {len(self.samples)}.")
-        path = self.samples[index]
+        path = self._sample(index)
         return self._keep(
             read_image(path, self.model.input_size, self.model.in_channels), path.name
         )
 
     def thumbnail(self, index: int) -> bytes:
+        return _png(read_image(self._sample(index), (96, 96)))
+
+    def _sample(self, index: int) -> Path:
         if not 0 <= index < len(self.samples):
             raise NotThereError(f"there is no sample {index}: there are {len(self.samples)}.")
-        return _png(read_image(self.samples[index], (96, 96)))
+        return self.samples[index]
 
     def _keep(self, image: Tensor, name: str) -> dict[str, Any]:
         key = hashlib.sha256(image.numpy().tobytes()).hexdigest()[:16]
