@@ -711,3 +711,8 @@ def test_unknown_commands_are_refused(run):
     code, _, err = run("explode")
     assert code == 2
     assert "explode" in err
+
+
+def test_the_package_can_be_run() -> None:
+    command = [sys.executable, "-m", "torchbcos", "--help"]
+    assert "Usage: python -m torchbcos" in subprocess.check_output(command, text=True)
