@@ -35,7 +35,11 @@ from torchbcos.training_config import TrainConfig
 __all__ = ["Trial"]
 
 UNITS = "neurons"  # the name of the result about inner units
-_PIXELS = 2**20  # of grids that are looked at together, at most 8
+_TOGETHER = 8  # grids that are looked at together, at most, and
+_PIXELS = 2**20  # their pixels on a CPU
+_PIXELS_PER_GIB = (
+    2**15
+)  # and on a GPU, of its free memory: DenseNet-121 keeps 2.5 kB for each of them
 
 
 @dataclass(frozen=True)
@@ -229,7 +233,8 @@ class Trial:
             )
 
         game = Game(grids, smooth=self.smooth)
-        batch = max(1, min(8, _PIXELS // (game.n**2 * images.size[0] * images.size[1])))
+        pixels = game.n**2 * images.size[0] * images.size[1]
+        batch = max(1, min(_TOGETHER, _pixels_at_once() // pixels))
         play(
             model, images, methods, game, name=self.name, data=self.data,
             out=self.folder / "scores", batch=batch, console=console, tell=tell,
@@ -252,6 +257,13 @@ class Trial:
             "seconds": round(scores.seconds, 2),
             "percentiles": [round(float(p), 4) for p in percentiles],
         }
+
+
+def _pixels_at_once() -> int:
+    if not torch.cuda.is_available():
+        return _PIXELS
+    free, _ = torch.cuda.mem_get_info()
+    return int(free / 2**30 * _PIXELS_PER_GIB)
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
