@@ -227,7 +227,7 @@ def _busy(step: Callable[[], Any], count: int = 3) -> float:
     """Milliseconds of kernels in one step."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         for _ in range(count):
             step()
         torch.cuda.synchronize()
