@@ -133,6 +133,8 @@ def _accuracies(found: Results, repeats: Sequence[Result]) -> str:
         name = again.experiment.name
         arch = name.removesuffix("-conventional")
         words = f"Trained once more with the same settings and seed, {name} had {accuracy(again)} %"
+        if "ours" in again.methods:
+            words += f" and a median grid score of {_median(again, 'ours')} for ours"
         if name != arch and any(found.get(arch + end) for end in ("", "-norm")):
             apart = _bcos(found, arch)[0].accuracy - again.accuracy
             words += f", from which the better B-cos network differs by {apart:+.2f}"

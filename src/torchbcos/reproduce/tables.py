@@ -57,7 +57,7 @@ def draw(figures: Mapping[str, Figure | None], pictures: Path) -> list[Path]:
 
 
 def remarks(found: Results, experiments: Mapping[str, Experiment]) -> list[str]:
-    """Lines that name what was not run, and what was run otherwise."""
+    """Lines that name what was not run, what was run otherwise, and what is to be known of it."""
     lines = []
     absent = [name for name in experiments if name not in found]
     if absent:
@@ -66,6 +66,9 @@ def remarks(found: Results, experiments: Mapping[str, Experiment]) -> list[str]:
     if off:
         lines += ["", "**Not with the recipe's settings:**", ""]
         lines += [f"- {name}: {', '.join(settings)}" for name, settings in off.items()]
+    for name, r in found.items():
+        if "note" in r.document:
+            lines += ["", f"**Of {name}:** {r.document['note']}"]
     return lines
 
 
