@@ -51,6 +51,13 @@ kernels and launches) and 24.4 ms (3d12b5d, with those of today), of which 10.3 
 device. What made the difference, the host or the profiler, was not found out: where Python is
 slower than the device, an eager step waits for it. A captured one does not.
 """
+HOST = """\
+An eager step depends on the host. ResNet-34's, with one unit, was measured twice by runs that
+profile after all times: 10.8 ms on one host (commit bc1579c, 1.01 of the floor's 10.7) and 14.2 ms
+on another (ee9dc3c, 1.34 of 10.6), with 10.3 ms of kernels both times, less than the floor's. On
+the second host Python needed 11.5 ms to launch it, 14.5 ms for the conventional network and 5.4 ms
+for the floor, with images too small to keep the device busy. The tables have the second run.
+"""
 POOLED = """\
 The run has no floor with our pool; in a separate one that of ResNet-34, with our sums too, took
 8.35 ms for a training step (one unit, batch 128).
@@ -69,6 +76,7 @@ def page(document: Row, cpu: Row) -> str:
     parts = [TEXT.format(runs="\n".join(map(origin, document["runs"])))]
     if not all("profiler" in run for run in document["runs"]):
         parts.append(PROFILED)
+    parts.append(HOST)
     if not any(r["way"] == "pooled-floor" for r in rows):
         parts.append(POOLED)
     for arch in dict.fromkeys(r["arch"] for r in rows):
@@ -110,9 +118,15 @@ def table(arch: str, task: str, rows: list[Row]) -> list[str]:
         floor = floors.get(peers(r))
         cells = [LABELS.get(r["way"], r["way"]), str(r["units"]), r["mode"]]
         for key in ("milliseconds", "busy_milliseconds"):
-            cells += [f"{r[key]:.1f}", f"{r[key] / floor[key]:.2f}" if floor else "–"]
+            cells.append("–" if r[key] is None else time(r[key]))
+            both = floor and floor[key] and r[key]
+            cells.append(f"{r[key] / floor[key]:.2f}" if floor and both else "–")
         lines.append(f"| {' | '.join(cells)} | {r['peak_mib']:.0f} |")
     return [*lines, ""]
+
+
+def time(milliseconds: float) -> str:
+    return f"{milliseconds:.1f}" if milliseconds >= 2 else f"{milliseconds:.2f}"
 
 
 def peers(row: Row) -> tuple[Any, ...]:

@@ -12,7 +12,14 @@ import numpy as np
 from torchbcos.checkpoint import write_atomically
 from torchbcos.plots import score_boxes
 from torchbcos.reproduce.imagenette import ARCHITECTURES, EXPERIMENTS
-from torchbcos.reproduce.results import Result, Results, read_json, read_repeats, read_results
+from torchbcos.reproduce.results import (
+    Result,
+    Results,
+    method_rank,
+    read_json,
+    read_repeats,
+    read_results,
+)
 from torchbcos.reproduce.tables import (
     MISSING,
     accuracy,
@@ -174,7 +181,7 @@ def _localisation(found: Results, shown: set[str]) -> str:
             continue
         rows = [
             [label, *(_median(r, key) for r in networks.values()), _grids(networks, key)]
-            for key, label in labels.items()
+            for key, label in sorted(labels.items(), key=lambda pair: method_rank(pair[0]))
         ]
         parts.append(table(["method", *_KINDS.values(), "grids"], rows))
         verdict = " ".join(_verdicts(networks))

@@ -8,10 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchbcos.posthoc import METHODS
 from torchbcos.recipe import read_recipe
 from torchbcos.reproduce.experiments import Experiment
 
-__all__ = ["Result", "Results", "read_json", "read_repeats", "read_results", "read_tries"]
+__all__ = [
+    "Result",
+    "Results",
+    "method_rank",
+    "read_json",
+    "read_repeats",
+    "read_results",
+    "read_tries",
+]
 
 
 @dataclass(frozen=True)
@@ -28,8 +37,9 @@ class Result:
 
     @property
     def methods(self) -> Mapping[str, Mapping[str, Any]]:
+        """In one order, however they were run."""
         found: Mapping[str, Mapping[str, Any]] = self.document["localisation"]["methods"]
-        return found
+        return {name: found[name] for name in sorted(found, key=method_rank)}
 
     @property
     def ours(self) -> float | None:
@@ -56,6 +66,11 @@ class Result:
 
 
 Results = Mapping[str, Result]
+
+
+def method_rank(name: str) -> int:
+    """Where a method stands in tables and pictures; unknown ones come last."""
+    return list(METHODS).index(name) if name in METHODS else len(METHODS)
 
 
 def read_results(folder: Path, experiments: Mapping[str, Experiment]) -> Results:
