@@ -81,6 +81,27 @@ def test_conventional_networks_have_no_such_methods():
     assert not any(m.twin(network) for m in posthoc.METHODS.values())
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_maps_that_are_not_finite_are_no_low_scores(trained, images, tmp_path, monkeypatch, value):
+    ixg = posthoc.METHODS["ixg"]
+
+    def broken(model, pixels, targets=None):
+        maps = ixg(model, pixels, targets).abs()
+        maps[0, 0, 0, 0] = value
+        return maps
+
+    method = posthoc.Method("broken", broken, "Broken")
+    monkeypatch.setitem(posthoc.METHODS, "broken", method)
+    told = []
+    with pytest.raises(ValueError, match=r"Broken in 6 of 6 grids.*finite maps of 'm'"):
+        play(
+            trained[2.5], images, ["broken", "gradcam"], GAME, name="m", out=tmp_path, batch=1,
+            tell=lambda found: told.append(found.method),
+        )  # fmt: skip
+    assert told == ["gradcam"]
+    assert [path.name for path in tmp_path.iterdir()] == ["gradcam.json"]
+
+
 def test_what_is_scored_is_not_computed_again(trained, images, tmp_path, monkeypatch):
     first = play(trained[2.5], images, QUICK, GAME, name="m", out=tmp_path)
     document = json.loads((tmp_path / "ixg.json").read_text())

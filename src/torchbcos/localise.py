@@ -179,7 +179,7 @@ def score_cells(attributions: Tensor, n: int, smooth: int = 0) -> Tensor:
     """[G, n·n, H, W], a map for each cell's class → [G, n·n], the share in its own cell.
 
     Maps are averaged over `smooth`×`smooth` pixels, zeros beyond the edge, if that is not 0; then
-    negative values count as 0. A map without positive values scores 0.
+    negative values count as 0. A map without positive values scores 0, one that is not finite nan.
 
     >>> maps = torch.zeros(1, 4, 2, 2)
     >>> maps[0, 0] = torch.tensor([[3.0, 1.0], [0.0, -5.0]])
@@ -201,7 +201,8 @@ def score_cells(attributions: Tensor, n: int, smooth: int = 0) -> Tensor:
     maps = maps.clamp(min=0).view(-1, n * n, n, height // n, n, width // n)
     mass = maps.sum((3, 5), dtype=torch.float64).flatten(2)  # [G, target, cell]
     own, total = mass.diagonal(dim1=1, dim2=2), mass.sum(2)
-    return torch.where(total > 0, own / torch.where(total > 0, total, 1.0), 0.0)
+    empty = total == 0
+    return torch.where(empty, 0.0, own / torch.where(empty, 1.0, total))
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,8 @@ def play(
 
     With `out` each method's scores are written to `out/METHOD.json` as they come, and what is there
     already from the same game is not computed again. Images and model must be on one device; the
-    model is in evaluation mode meanwhile. `tell` is told of each method as soon as it is scored.
+    model is in evaluation mode meanwhile. `tell` is told of each method as soon as it is scored. A
+    method whose maps are not finite is an error, after the others are scored.
     """
     game = game or Game()
     if batch < 1:
@@ -161,6 +162,7 @@ def _play(
     }
     subject = _subject(model, images, plan, game)
     results: dict[str, MethodScores] = {}
+    broken: list[str] = []
     for method in methods:
         twin = results.get(method.twin(subject))
         if twin is not None:
@@ -169,10 +171,20 @@ def _play(
             )
             console.print(f"{method.label}: the same as {twin.label} here.", highlight=False)
         else:
-            results[method.name] = _score_method(
+            found = _score_method(
                 method, subject, images, plan, game, logits.shape[1], identity, out, batch, console
             )
+            bad = int((~np.isfinite(found.scores).all(1)).sum())
+            if bad:
+                broken.append(f"{method.label} in {bad} of {len(plan)} grids")
+                continue
+            results[method.name] = found
         tell(results[method.name])
+    if broken:
+        raise ValueError(
+            f"`methods` (={', '.join(broken)}) must give finite maps of {name!r}, and did not: "
+            "leave them out, or look for logits that are not finite."
+        )
     accuracy = (logits.argmax(1) == images.labels).double().mean().item()
     return Played(name, accuracy, _exponent(model), plan, tuple(results.values()))
 
@@ -229,7 +241,7 @@ def _score_method(
                 saved = now
     scores = _joined(parts)
     seconds += time.perf_counter() - started
-    if path is not None:
+    if path is not None and bool(scores.isfinite().all()):
         _write(path, identity, scores, seconds, complete=True)
     return MethodScores(method.name, method.label, scores.numpy(), seconds)
 
