@@ -48,7 +48,8 @@ def unit_rows_backward(
         w = tl.load(weight + row * size + at, mask=at < size, other=0.0).to(tl.float32)
         total += w * w
     sq_norm = tl.sum(total, 0)
-    factor = tl.where(sq_norm > 0, _inverse_root(sq_norm), 1.0)
+    inverse = _inverse_root(sq_norm)
+    factor = tl.where(inverse > 0, inverse, 1.0)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
         at = start + within
@@ -66,8 +67,9 @@ def unit_rows_backward(
 
 @triton.jit
 def _inverse_root(sq_norm):
-    """1/√, and 0 of 0."""
-    return tl.where(sq_norm > 0, 1.0 / tl.sqrt(tl.where(sq_norm > 0, sq_norm, 1.0)), 0.0)
+    """1/√, and 0 of 0 and of what is too small for a normal number: the GPU's root of it is 0."""
+    normal = sq_norm >= 1.2e-38
+    return tl.where(normal, 1.0 / tl.sqrt(tl.where(normal, sq_norm, 1.0)), 0.0)
 
 
 @triton.jit

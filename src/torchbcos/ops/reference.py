@@ -315,7 +315,12 @@ class _Larger(torch.autograd.Function):
 
 def _norm(sq_norm: Tensor) -> Tensor:
     """n, or 1 where it is 0: what is divided by it is 0 there as well."""
-    return torch.where(sq_norm > 0, sq_norm, 1.0).sqrt()
+    return _or_one(sq_norm).sqrt()
+
+
+def _or_one(sq_norm: Tensor) -> Tensor:
+    """n², or 1 where it is 0 or no normal number: compiled code on a GPU makes its root 0."""
+    return torch.where(sq_norm >= torch.finfo(sq_norm.dtype).tiny, sq_norm, 1.0)
 
 
 def _cosine(lin: Tensor, n: Tensor, b: float) -> Tensor:
@@ -357,5 +362,5 @@ class _BcosScale(torch.autograd.Function):
             grad_lin = _constant_factor(lin, sq_norm, b, scale * b).mul_(wide_grad)
         if ctx.needs_input_grad[1]:
             along = (grad_lin * wide_lin).sum_to_size(sq_norm.shape)
-            grad_sq_norm = along * ((1 - b) / (2 * b)) / torch.where(sq_norm > 0, sq_norm, 1.0)
+            grad_sq_norm = along * ((1 - b) / (2 * b)) / _or_one(sq_norm)
         return grad_lin.to(lin.dtype), grad_sq_norm, None, None
