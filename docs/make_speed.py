@@ -118,9 +118,9 @@ def table(arch: str, task: str, rows: list[Row]) -> list[str]:
         floor = floors.get(peers(r))
         cells = [LABELS.get(r["way"], r["way"]), str(r["units"]), r["mode"]]
         for key in ("milliseconds", "busy_milliseconds"):
-            cells.append("–" if r[key] is None else time(r[key]))
-            both = floor and floor[key] and r[key]
-            cells.append(f"{r[key] / floor[key]:.2f}" if floor and both else "–")
+            known = r[key] is not None
+            cells.append(time(r[key]) if known else "–")
+            cells.append(f"{r[key] / floor[key]:.2f}" if known and floor else "–")
         lines.append(f"| {' | '.join(cells)} | {r['peak_mib']:.0f} |")
     return [*lines, ""]
 

@@ -133,9 +133,7 @@ def test_denormal_inputs_stay_finite():
 @pytest.mark.parametrize("b", [1.5, 2.0, 3.0])
 @pytest.mark.parametrize("size", [1e-18, 1e-19, 1e-20, 1e-21, 1e-22, 1e-23])
 def test_norms_whose_squares_are_no_normal_numbers(size, b):
-    """A GPU takes such a square to be 0 in a root and not in a comparison: once 0 times infinity
-    was NaN, in images with black parts.
-    """
+    """A GPU's root takes such a square to be 0, its comparison does not: an infinite inverse."""
     x = draw(2, 5, 6, 7).mul_(size)
     x[0, :, :, :3] = 0
     found = run(triton, x, draw(4, 5, 3, 3, seed=1), b=b, max_out=2)

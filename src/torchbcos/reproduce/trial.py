@@ -35,11 +35,9 @@ from torchbcos.training_config import TrainConfig
 __all__ = ["Trial"]
 
 UNITS = "neurons"  # the name of the result about inner units
-_TOGETHER = 8  # grids that are looked at together, at most, and
-_PIXELS = 2**20  # their pixels on a CPU
-_PIXELS_PER_GIB = (
-    2**15
-)  # and on a GPU, of its free memory: DenseNet-121 keeps 2.5 kB for each of them
+# Grids that are looked at together: at most so many, and no more pixels than these on a CPU, or
+# these for each GiB of a GPU's free memory, of which DenseNet-121 keeps 2.5 kB for a pixel.
+_TOGETHER, _PIXELS, _PIXELS_PER_GIB = 8, 2**20, 2**15
 
 
 @dataclass(frozen=True)
