@@ -54,9 +54,10 @@ slower than the device, an eager step waits for it. A captured one does not.
 HOST = """\
 An eager step depends on the host. ResNet-34's, with one unit, was measured twice by runs that
 profile after all times: 10.8 ms on one host (commit bc1579c, 1.01 of the floor's 10.7) and 14.2 ms
-on another (ee9dc3c, 1.34 of 10.6), with 10.3 ms of kernels both times, less than the floor's. On
-the second host Python needed 11.5 ms to launch it, 14.5 ms for the conventional network and 5.4 ms
-for the floor, with images too small to keep the device busy. The tables have the second run.
+on another (ee9dc3c, 1.34 of 10.6), with 10.3 ms of kernels both times, less than the floor's. The
+tables have the second run. On its host Python needed this long to launch the steps, measured with
+images too small to keep the device busy (`python benchmarks/launches.py`,
+`results/launches_gpu.json`):
 """
 POOLED = """\
 The run has no floor with our pool; in a separate one that of ResNet-34, with our sums too, took
@@ -71,12 +72,12 @@ LABELS = {"pooled-floor": "floor, our pool"}
 Row = dict[str, Any]
 
 
-def page(document: Row, cpu: Row) -> str:
+def page(document: Row, launched: list[Row], cpu: Row) -> str:
     rows = document["measurements"]
     parts = [TEXT.format(runs="\n".join(map(origin, document["runs"])))]
     if not all("profiler" in run for run in document["runs"]):
         parts.append(PROFILED)
-    parts.append(HOST)
+    parts += [HOST, *launches(launched)]
     if not any(r["way"] == "pooled-floor" for r in rows):
         parts.append(POOLED)
     for arch in dict.fromkeys(r["arch"] for r in rows):
@@ -88,6 +89,17 @@ def page(document: Row, cpu: Row) -> str:
     parts.append("![Time of a training step](pictures/speed.png)\n")
     parts += processor(cpu)
     return "\n".join(parts)
+
+
+def launches(rows: list[Row]) -> list[str]:
+    tasks = {"training": "a training step", "inference": "inference"}
+    columns = [(a, t) for a in ("resnet34", "densenet121") for t in tasks]
+    names = [f"{NAMES[a]}, {tasks[t]}, ms" for a, t in columns]
+    lines = [f"| | {' | '.join(names)} |", "|---" * (len(columns) + 1) + "|"]
+    for way in dict.fromkeys(r["way"] for r in rows):
+        found = {(r["arch"], r["task"]): r["milliseconds"] for r in rows if r["way"] == way}
+        lines.append(f"| {way} | {' | '.join(f'{found[c]:.1f}' for c in columns)} |")
+    return [*lines, ""]
 
 
 def origin(run: Row) -> str:
@@ -250,8 +262,10 @@ def plot(rows: list[Row]) -> Figure:
 
 
 if __name__ == "__main__":
-    document, cpu = (
-        json.loads((ROOT / "results" / f"speed_{kind}.json").read_text()) for kind in ("gpu", "cpu")
+    document, cpu, apart = (
+        json.loads((ROOT / "results" / f"{name}.json").read_text())
+        for name in ("speed_gpu", "speed_cpu", "launches_gpu")
     )
-    (ROOT / "docs" / "speed.md").write_text(page(document, cpu).rstrip() + "\n")
+    text = page(document, apart["launches"], cpu)
+    (ROOT / "docs" / "speed.md").write_text(text.rstrip() + "\n")
     plot(document["measurements"]).savefig(ROOT / "docs" / "pictures" / "speed.png", dpi=100)

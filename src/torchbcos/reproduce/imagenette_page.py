@@ -102,11 +102,11 @@ def _head(found: Results, results: Path) -> str:
         "torchbcos reproduce imagenette --page --results out/imagenette/results",
         "```",
         "",
-        f"This page is made by the second command from the files in `{results.as_posix()}`; "
-        "nothing in it is written by hand. A localisation score is the share of a map's positive "
-        "contributions that lies in the cell of the explained class, in grids of 3×3 images of "
-        "different classes at their own resolution (672 pixels; Inception-v3: 897), with maps "
-        "smoothed 15×15; chance is 0.111."
+        f"This page is made by the second command from the files in `{results.as_posix()}`; only "
+        "notes on single results, below, are written by hand. A localisation score is the share of "
+        "a map's positive contributions that lies in the cell of the explained class, in "
+        "grids of 3×3 images of different classes at their own resolution (672 pixels; "
+        "Inception-v3: 897), with maps smoothed 15×15; chance is 0.111."
         + (f" Methods were scored on {_either(map(str, grids))} grids." if grids else ""),
         *remarks(found, EXPERIMENTS),
     ]
