@@ -39,10 +39,12 @@ def draw(*shape, dtype=torch.float32, format="channels_last", seed=0):
     return values.to(DEVICE).contiguous(memory_format=memory_format)
 
 
-def conv(twin, x, w, stride=1, padding=1, dilation=1, b=2.0, max_out=1, scale=1.0, frozen=False):
+def conv(
+    twin, x, w, stride=1, padding=1, dilation=1, b=2.0, max_out=1, scale=1.0, frozen=False, eps=0.0
+):
     hold = torch.Tensor.detach if frozen else None
     pair = [(v, v) if isinstance(v, int) else v for v in (stride, padding, dilation)]
-    return twin.bcos_conv(x, w, *pair, 1, b, max_out, scale, hold)
+    return twin.bcos_conv(x, w, *pair, 1, b, max_out, scale, hold, eps)
 
 
 def run(twin, x, w, dtype=None, seed=9, **arguments):
@@ -93,6 +95,16 @@ def test_every_geometry(kernel, geometry):
 def test_explanation_mode_holds_the_factor(max_out, frozen):
     x, w = draw(2, 5, 6, 7), draw(3 * max_out, 5, 3, 3, seed=1)
     check(x, w, b=1.5, max_out=max_out, frozen=frozen)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("size", [0.0, 1e-6, 0.1, 10.0])  # of x, beside √eps = 0.3
+@pytest.mark.parametrize("b", [1.0, 1.5, 2.0, 3.0])
+def test_eps_is_added_to_the_squared_norm(b, size, frozen):
+    x, w = draw(2, 5, 6, 7).mul_(size), draw(6, 5, 3, 3, seed=1)
+    check(x, w, b=b, max_out=2, eps=0.1, frozen=frozen)
+    if size == 0.1 and b > 1:
+        assert not torch.allclose(conv(triton, x, w, b=b, eps=0.1), conv(triton, x, w, b=b))
 
 
 def test_more_channels_than_a_tile_holds():
@@ -176,13 +188,14 @@ def test_non_contiguous_inputs_weights_and_gradients(view):
         assert_agrees(fused, expected, torch.float32)
 
 
+@pytest.mark.parametrize("eps", [0.0, 0.5])
 @pytest.mark.parametrize("max_out", [1, 2])
 @pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 3, 5)])
-def test_linear(shape, max_out):
+def test_linear(shape, max_out, eps):
     def grads(twin, dtype, device):
         x = draw(*shape).to(device, dtype).requires_grad_()
         w = draw(4 * max_out, 5, seed=1).to(device, dtype).requires_grad_()
-        out = twin.bcos_linear(x, w, 1.5, max_out, 0.7, None)
+        out = twin.bcos_linear(x, w, 1.5, max_out, 0.7, None, eps)
         weights = draw(*out.shape, seed=2).to(device, dtype)
         return out.detach(), *torch.autograd.grad(out, (x, w), weights)
 
@@ -194,7 +207,7 @@ def test_linear(shape, max_out):
 def two_layers(twin, x, w, v, change=None):
     h = conv(twin, x, w, b=2.0, scale=1.3)
     h = change(h) if change else h
-    return conv(twin, h, v, b=1.5, max_out=2, scale=0.7)
+    return conv(twin, h, v, b=1.5, max_out=2, scale=0.7, eps=0.1)
 
 
 def leaves(dtype, device):
@@ -490,6 +503,7 @@ class TestOnAGpu:
         monkeypatch.setattr(triton, "bcos_conv", lambda *a: (calls.append(1), inner(*a))[1])
         layer = tb.BcosConv2d(3, 4, 3).to(DEVICE)
         layer(draw(1, 3, 8, 8))
+        layer.eps = 1e-6
         with tb.explanation_mode():
             layer(draw(1, 3, 8, 8))
         assert len(calls) == 2

@@ -53,8 +53,8 @@ def bcos_linear(
     eps: float = 0.0,
 ) -> Tensor:
     """See `reference.bcos_linear`."""
-    if not eps and _holds_plainly(hold) and _fusible(x, weight):
-        fused: Tensor = _twin("triton").bcos_linear(x, weight, b, max_out, scale, hold)
+    if _holds_plainly(hold) and _fusible(x, weight):
+        fused: Tensor = _twin("triton").bcos_linear(x, weight, b, max_out, scale, hold, eps)
         return fused
     return reference.bcos_linear(x, weight, b, max_out, scale, hold, eps)
 
@@ -74,12 +74,15 @@ def bcos_conv(
 ) -> Tensor:
     """See `reference.bcos_conv`."""
     dims = weight.dim() - 2
-    if not eps and groups == 1 and dims < 3 and _holds_plainly(hold) and _fusible(x, weight):
+    if groups == 1 and dims < 3 and _holds_plainly(hold) and _fusible(x, weight):
         bcos_conv = _twin("triton").bcos_conv
         if dims == 1:
             x, weight = x[:, :, None], weight[:, :, None]
             stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
-        out: Tensor = bcos_conv(x, weight, stride, padding, dilation, 1, b, max_out, scale, hold)
+        # fmt: off
+        out: Tensor = bcos_conv(x, weight, stride, padding, dilation, 1, b, max_out, scale, hold,
+                                eps)
+        # fmt: on
         return out.squeeze(2) if dims == 1 else out
     return reference.bcos_conv(
         x, weight, stride, padding, dilation, groups, b, max_out, scale, hold, eps

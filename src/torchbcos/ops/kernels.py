@@ -179,7 +179,7 @@ def forward(
     lin, sq, out, out_sq, winner,
     pixels, places, lin_n, lin_p, lin_c, out_n, out_p, out_c,
     in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
-    b, scale,
+    b, scale, eps,
     TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, UNITS: tl.constexpr, QUARTERS: tl.constexpr,
     KEEP: tl.constexpr,
     channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
@@ -196,6 +196,7 @@ def forward(
                 sq, m, inside, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w,
                 dil_h, dil_w, TAPS_H, TAPS_W,
             )
+            + eps
         )  # fmt: skip
     lin_at, out_at = _start(m, places, lin_n, lin_p), _start(m, places, out_n, out_p)
     squares = tl.zeros([BLOCK_M], tl.float32)
@@ -232,7 +233,7 @@ def backward(
     grad, out, sq, winner, lin_grad, sq_norm_grad,
     pixels, places, grad_n, grad_p, grad_c, out_n, out_p, out_c, lin_n, lin_p, lin_c,
     in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
-    b, scale,
+    b, scale, eps,
     TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, UNITS: tl.constexpr, QUARTERS: tl.constexpr,
     FROZEN: tl.constexpr, NORMS: tl.constexpr,
     channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
@@ -249,6 +250,7 @@ def backward(
                 sq, m, inside, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w,
                 dil_h, dil_w, TAPS_H, TAPS_W,
             )
+            + eps
         )  # fmt: skip
     ROOT: tl.constexpr = 2 if QUARTERS == 4 else -1  # (b - 1)/b in quarters; few b have it so
     slope = scale

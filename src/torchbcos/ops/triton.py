@@ -65,13 +65,15 @@ class _Layer:
         b: float,
         units: int,
         scale: float,
+        eps: float,
         frozen: bool,  # explanation mode: the factor is a constant
     ) -> None:
         self.x, self.x_stride, self.dtype = x, x_stride, dtype
         self.weight, self.weight_stride = tuple(weight), weight_stride
         self.weight_dtype = weight_dtype
         self.geometry = (stride, padding, dilation)
-        self.b, self.units, self.scale, self.frozen = b, units, scale, frozen
+        self.b, self.units, self.scale, self.eps = b, units, scale, eps
+        self.frozen = frozen
         self.takes_all = lies_by_pixels(x, x_stride) and _rows_are_dense(weight, weight_stride)
         self.is_linear = len(weight) == 2
         self.taps = (1, 1) if self.is_linear else weight[2:]
@@ -134,7 +136,7 @@ class _Layer:
             (self.scale_units, self.scale_and_keep) = (
                 _over(
                     kernels.forward, shape, [stride, out_stride], *self._places(), self.b,
-                    self.scale, *self.taps, self.units, self.quarters, keep,
+                    self.scale, self.eps, *self.taps, self.units, self.quarters, keep,
                 )
                 for keep in (False, True)
             )  # fmt: skip
@@ -219,8 +221,8 @@ class _Layer:
             shape, stride = self.out
             self._backward[key] = _over(
                 kernels.backward, shape, [grad.stride(), stride, self.lin_grad[1]],
-                *self._places(), self.b, self.scale, *self.taps, self.units, self.quarters,
-                self.frozen, norms,
+                *self._places(), self.b, self.scale, self.eps, *self.taps, self.units,
+                self.quarters, self.frozen, norms,
             )  # fmt: skip
         return self._backward[key]
 
@@ -308,14 +310,14 @@ def _reference_backward(
     create_graph = torch.is_grad_enabled()
     if not create_graph:
         x, weight = x.detach().requires_grad_(by_x), weight.detach().requires_grad_(by_weight)
-    b, units, scale = layer.b, layer.units, layer.scale
-    hold = Tensor.detach if layer.frozen else None
+    how = (layer.b, layer.units, layer.scale, Tensor.detach if layer.frozen else None, layer.eps)
     with torch.enable_grad():
         w = weight.to(x.dtype)
         if layer.is_linear:
-            out = reference.bcos_linear(x[:, :, 0, 0], w, b, units, scale, hold)[:, :, None, None]
+            out = reference.bcos_linear(x[:, :, 0, 0], w, *how)[:, :, None, None]
         else:
-            out = reference.bcos_conv(x, w, *layer.geometry, 1, b, units, scale, hold)
+            stride, padding, dilation = layer.geometry
+            out = reference.bcos_conv(x, w, stride, padding, dilation, 1, *how)
     wanted = [tensor for tensor, want in ((x, by_x), (weight, by_weight)) if want]
     found = iter(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
     return next(found) if by_x else None, next(found) if by_weight else None
@@ -335,10 +337,12 @@ def bcos_conv(
     max_out: int,
     scale: float,
     hold: reference.Hold | None,
+    eps: float = 0.0,
 ) -> Tensor:
     """As `reference.bcos_conv`; `hold` is None or detaches, `groups` is 1."""
     assert groups == 1
-    return _apply(x, weight, stride, padding, dilation, b, max_out, scale, hold is not None)  # type: ignore[arg-type]
+    held = hold is not None
+    return _apply(x, weight, stride, padding, dilation, b, max_out, scale, eps, held)  # type: ignore[arg-type]
 
 
 def bcos_linear(
@@ -348,11 +352,12 @@ def bcos_linear(
     max_out: int,
     scale: float,
     hold: reference.Hold | None,
+    eps: float = 0.0,
 ) -> Tensor:
     """As `reference.bcos_linear`; `hold` is None or detaches."""
     one = (1, 1)
     flat = x.reshape(-1, x.shape[-1])[:, :, None, None]
-    out = _apply(flat, weight, one, (0, 0), one, b, max_out, scale, hold is not None)
+    out = _apply(flat, weight, one, (0, 0), one, b, max_out, scale, eps, hold is not None)
     return out.reshape(*x.shape[:-1], -1)
 
 
@@ -365,6 +370,7 @@ def _apply(
     b: float,
     units: int,
     scale: float,
+    eps: float,
     frozen: bool,
 ) -> Tensor:
     if torch.is_autocast_enabled("cuda"):
@@ -372,11 +378,11 @@ def _apply(
     sq = remembered_squares(x)
     # fmt: off
     layer = _layer(x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype,
-                   x.get_device(), stride, padding, dilation, b, units, scale, frozen)
+                   x.get_device(), stride, padding, dilation, b, units, scale, eps, frozen)
     if not layer.takes_all or (x.data_ptr() | weight.data_ptr()) & 15:
         x, weight = by_pixels(x), _by_rows(weight)
         layer = _layer(x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype,
-                       x.get_device(), stride, padding, dilation, b, units, scale, frozen)
+                       x.get_device(), stride, padding, dilation, b, units, scale, eps, frozen)
     # fmt: on
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         out: Tensor = _apply_bcos(x, weight, sq, layer)
