@@ -788,35 +788,44 @@ def test_the_bias_of_each_image_is_its_own():
 # Breaks.
 
 
-class AddsItsSigmoid(nn.Module):
+class AddsItsSine(nn.Module):
     def forward(self, x):
-        return x + torch.sigmoid(x)
+        return x + torch.sin(x)
 
 
 BREAKS = {
-    "sigmoid added to a signal": (
-        lambda net, x: x + torch.sigmoid(x),
-        None,
-        "`sigmoid` at sigmoid",
-    ),
-    "inside a submodule": (
+    "sine added to a signal": (lambda net, x: x + torch.sin(x), None, "`sin` at sin"),
+    "inside a submodule": (lambda net, x: net.part(x), AddsItsSine(), "`sin` at part: sin"),
+    "method": (lambda net, x: x.exp(), None, "`exp` at exp"),
+    "module": (lambda net, x: net.part(x), nn.Softmin(1), "`Softmin` at part"),
+    "probabilities within the network": (lambda net, x: x.softmax(1), None, "`softmax` at softmax"),
+    "transposed convolution that does not multiply the size": (
         lambda net, x: net.part(x),
-        AddsItsSigmoid(),
-        "`sigmoid` at part: sigmoid",
-    ),
-    "method": (lambda net, x: x.tanh(), None, "`tanh` at tanh"),
-    "module": (lambda net, x: net.part(x), nn.Tanh(), "`Tanh` at part"),
-    "transposed convolution": (
-        lambda net, x: net.part(x),
-        nn.ConvTranspose2d(WIDTH, WIDTH, 2, 2),
+        nn.ConvTranspose2d(WIDTH, WIDTH, 3, 2),
         "`ConvTranspose2d` at part",
+    ),
+    "places of maxima": (
+        lambda net, x: x + x.max(1, keepdim=True)[1],
+        None,
+        "`getitem` at getitem",
+    ),
+    "places of maxima, by name": (
+        lambda net, x: x + x.max(1, keepdim=True).indices,
+        None,
+        "`getattr` at getattr",
+    ),
+    "maximum over the batch": (lambda net, x: x + x.amax(0), None, "`amax` at amax"),
+    "maximum of everything": (lambda net, x: x + x.max(), None, "`max` at max"),
+    "larger of a signal and a constant": (
+        lambda net, x: torch.maximum(x, net.part),
+        nn.Parameter(random(1, WIDTH, 1, 1)),
+        "`maximum` at maximum",
     ),
     "recurrent module": (
         lambda net, x: to_map(net.part(tokens(x))[0]),
         nn.LSTM(WIDTH, WIDTH, batch_first=True),
         "`LSTM` at part",
     ),
-    "larger of two": (lambda net, x: torch.maximum(x, x.flip(1)), None, "`maximum` at maximum"),
     "dilated max pool": (
         lambda net, x: net.part(x),
         nn.MaxPool2d(2, dilation=2),
@@ -852,16 +861,20 @@ BREAKS = {
         nn.Parameter(random(SIZE * SIZE, 1, WIDTH)),
         "`add` at add",
     ),
-    "weighted sum": (lambda net, x: torch.add(x, x, alpha=2), None, "`add` at add"),
+    "weighted difference from the right": (
+        lambda net, x: torch.rsub(x, x, alpha=2),
+        None,
+        "`rsub` at rsub",
+    ),
     "weights from the image": (
         lambda net, x: F.conv2d(x, x.mean([0, 2, 3]).view(WIDTH, 1, 1, 1), groups=WIDTH),
         None,
         "`conv2d` at conv2d",
     ),
     "a gate times a gate": (
-        lambda net, x: x.sigmoid() * x.softmax(1),
+        lambda net, x: x.exp() * x.softmax(1),
         None,
-        "`sigmoid` at sigmoid",
+        "`exp` at exp",
     ),
 }
 
@@ -882,7 +895,7 @@ def test_what_breaks_the_linear_map_is_an_error_that_names_it_and_its_place(body
 UNDERSTOOD = [
     name
     for name in BREAKS
-    if "max pool" not in name and name not in ("weighted sum", "larger of two")
+    if not name.startswith(("max", "dilated max", "adaptive max", "transposed", "weighted"))
 ]
 
 
@@ -899,28 +912,62 @@ def test_an_allowed_break_is_in_the_report_and_in_the_residual(name):
     assert e.residual.abs().max() > 1e-3 * (e.outputs - model.logit_bias).abs().max()
 
 
-def test_a_returned_sigmoid_is_a_break_at_the_output():
+SQUASHED = {
+    "module": (lambda net, x: net.part(x), nn.Tanh(), "part"),
+    "method": (lambda net, x: x.tanh(), None, "tanh"),
+    "function": (lambda net, x: F.hardsigmoid(x), None, "hardsigmoid"),
+    "square of a relu": (lambda net, x: F.relu(x).square(), None, "square"),
+}
+
+
+@pytest.mark.parametrize(("body", "part", "place"), SQUASHED.values(), ids=SQUASHED)
+def test_functions_that_squash_are_activations_where_they_are_no_gates(body, part, place):
+    model = convert(Net(body, **({"part": part} if part is not None else {})))
+    assert became(model, place) == ["removed"]
+    assert_equals_body(model, lambda net, x: x)
+
+
+def test_the_same_function_can_be_an_activation_and_a_gate_in_one_network():
+    def body(net, x):
+        x = torch.sigmoid(net.first(x))
+        x = torch.sigmoid(net.second(x))
+        return x * torch.sigmoid(net.gate(x))
+
+    model = convert(Net(body, first=conv1x1(), second=conv1x1(), gate=conv1x1()))
+    assert became(model, "sigmoid") == ["removed", "removed", "kept as a factor"]
+
+    def right(net, x):
+        x = net.second(net.first(x))
+        return x * torch.sigmoid(net.gate(x)).detach()
+
+    assert_equals_body(model, right)
+
+
+@pytest.mark.parametrize("last", [nn.Sigmoid(), nn.Softmax(1), nn.LogSoftmax(1)], ids=str)
+def test_probabilities_that_are_returned_become_logits(last):
     module = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2), nn.Sigmoid()
+        nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2), last
     )
-    with pytest.raises(ValueError, match="`Sigmoid` at 4"):
-        convert(module)
+    model = convert(module)
+    assert became(model, "4") == ["removed"]
+    assert became(model, "3") == ["BcosConv2d, before the pool"]
+    assert_complete(model)
 
 
 def test_a_break_in_an_auxiliary_classifier_is_not_overlooked():
     class WithAux(nn.Module):
-        class TanhAux(nn.Module):
+        class ExpAux(nn.Module):
             def __init__(self):
                 super().__init__()
                 self.fc = nn.Linear(4, 2)
 
             def forward(self, x):
-                return self.fc(x.mean([2, 3])).tanh()
+                return self.fc(x.mean([2, 3])).exp()
 
         def __init__(self):
             super().__init__()
             self.stem = nn.Conv2d(3, 4, 3)
-            self.aux = self.TanhAux()
+            self.aux = self.ExpAux()
             self.fc = nn.Linear(4, 2)
 
         def forward(self, x):
@@ -928,7 +975,7 @@ def test_a_break_in_an_auxiliary_classifier_is_not_overlooked():
             aux = self.aux(x) if self.training else None
             return self.fc(x.mean([2, 3])), aux
 
-    with pytest.raises(ValueError, match="`tanh` at aux: tanh"):
+    with pytest.raises(ValueError, match="`exp` at aux: exp"):
         convert(WithAux())
 
 

@@ -15,15 +15,17 @@ from torchbcos.convert.head import move_heads
 from torchbcos.convert.modules import replace_modules
 from torchbcos.convert.report import Change, Report
 from torchbcos.convert.rewriter import SIGNAL, Options, Rewriter, Value
-from torchbcos.convert.rules import LEAF_NAMES, rule_for
+from torchbcos.convert.rules import LEAF_NAMES, activations_among, rule_for
 from torchbcos.convert.trace import (
     ShapeError,
     TraceError,
+    UndecidableError,
     as_pair,
-    first_channels,
+    likely_channels,
     shapes,
     trace,
 )
+from torchbcos.convert.tracers import is_followed
 
 __all__ = ["Change", "Conversion", "Report", "convert_network"]
 
@@ -57,13 +59,12 @@ def convert_network(
             "keep the order."
         )
     options = Options(b, max_out, norm)
-    channels = first_channels(module)
+    likely = likely_channels(module)
     try:
         network: nn.Module
-        network, used_size, rewriter = _by_graph(module, options, head, channels, size)
-        report = Report(type(module).__name__, tuple(rewriter.changes), tuple(rewriter.breaks))
+        network, channels, used_size, report = _traced(module, options, head, likely, size)
     except TraceError as error:
-        used_size = as_pair(224 if size is None else size)
+        channels, used_size = likely[0], as_pair(224 if size is None else size)
         try:
             network, report = replace_modules(module, options, channels, used_size)
         except Exception as failure:  # the module's own code may fail in any way
@@ -84,6 +85,35 @@ def convert_network(
     return Conversion(network, report, channels, used_size, _outputs(network))
 
 
+def _traced(
+    module: nn.Module,
+    options: Options,
+    head: str,
+    likely_channels: Sequence[int],
+    size: int | Sequence[int] | None,
+) -> tuple[nn.Module, int, tuple[int, int], Report]:
+    failure: TraceError | None = None
+    for channels in likely_channels:
+        try:
+            network, used_size, rewriter = _by_graph(module, options, head, channels, size)
+        except UndecidableError:
+            raise
+        except TraceError as error:
+            failure = failure or error
+            continue
+        note = ""
+        if is_followed(network.graph):
+            note = (
+                "Where its code decides by sizes, this is what it does on images of "
+                f"{used_size[0]}×{used_size[1]} px; sizes for which it would do otherwise are "
+                "refused."
+            )
+        changes, breaks = tuple(rewriter.changes), tuple(rewriter.breaks)
+        return network, channels, used_size, Report(type(module).__name__, changes, breaks, note)
+    assert failure is not None
+    raise failure
+
+
 def _outputs(network: nn.Module) -> int | None:
     """K, where the network's graph ends in logits [N, K]."""
     if not isinstance(network, fx.GraphModule):
@@ -102,6 +132,7 @@ def _by_graph(
     size: int | Sequence[int] | None,
     image: Value = Value(SIGNAL.kind, raw=True),  # noqa: B008 (frozen)
     prefix: str = "",  # "aux." for the auxiliary classifier of that name
+    unwanted: frozenset[str] = frozenset(),  # activations that were met as something else
 ) -> tuple[fx.GraphModule, tuple[int, int], Rewriter]:
     gm, used_size = trace(module, LEAF_NAMES, channels, size)
 
@@ -115,8 +146,11 @@ def _by_graph(
         inner.recompile()
         return inner
 
-    rewriter = Rewriter(gm, options, image, rule_for, convert_auxiliary, prefix)
+    rewriter = Rewriter(gm, options, image, rule_for, convert_auxiliary, prefix, unwanted)
     rewriter.run()
+    more = activations_among(gm, rewriter.breaking)
+    if more:
+        return _by_graph(module, options, head, channels, used_size, image, prefix, unwanted | more)
     if head == "conv":
         moved = {prefix + name for name in move_heads(gm)}
         rewriter.changes = [

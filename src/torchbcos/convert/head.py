@@ -14,7 +14,8 @@ from torch import fx, nn
 
 from torchbcos import norms
 from torchbcos.convert.rewriter import name_of
-from torchbcos.convert.trace import class_key, submodule
+from torchbcos.convert.trace import submodule
+from torchbcos.convert.tracers import class_key
 from torchbcos.layers import BcosConv2d, BcosLinear
 
 __all__ = ["move_heads"]

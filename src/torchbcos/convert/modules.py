@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torchbcos.convert.report import Change, Report
 from torchbcos.convert.rewriter import Options
 from torchbcos.convert.rules import ACTIVATIONS, DROPOUTS, NORM_NAMES, NORMS
-from torchbcos.convert.trace import class_key
+from torchbcos.convert.tracers import class_key
 from torchbcos.convert.twins import (
     attention_twin,
     average_pool,
     bcos_convolution,
     bcos_linear,
+    bcos_upsampling,
     uncentred_norm,
 )
 from torchbcos.encoding import encode
@@ -66,7 +67,7 @@ def _twin(old: nn.Module, widen: int, options: Options) -> nn.Module | None:
     if attention is not None:
         return attention
     if isinstance(old, nn.modules.conv._ConvTransposeNd):
-        return None
+        return bcos_upsampling(old, widen, options.b, options.max_out)
     if isinstance(old, nn.modules.conv._ConvNd):
         return bcos_convolution(old, widen, options.b, options.max_out)
     if isinstance(old, nn.Linear):

@@ -17,13 +17,23 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from torchbcos.convert.report import Change
 from torchbcos.convert.trace import submodule
 from torchbcos.layers import BcosLayer
 
-__all__ = ["CONSTANT", "SIGNAL", "Kind", "Options", "Rewriter", "Rule", "Value", "name_of"]
+__all__ = [
+    "CONSTANT",
+    "SIGNAL",
+    "Kind",
+    "Options",
+    "Rewriter",
+    "Rule",
+    "Value",
+    "assigned",
+    "name_of",
+]
 
 
 class Kind(Enum):
@@ -37,6 +47,7 @@ class Value:
     kind: Kind
     raw: bool = False  # still the image, encoded to twice its channels: no layer has seen it yet
     cause: str = ""  # for a factor: the operation that made it one
+    maker: str = ""  # and its name in the graph
 
 
 @dataclass(frozen=True)
@@ -72,11 +83,14 @@ class Rewriter:
         rule_for: Callable[[fx.Node, nn.Module | None], Rule],
         convert_auxiliary: Callable[[str, nn.Module, tuple[int, ...]], nn.Module],
         prefix: str = "",
+        unwanted: frozenset[str] = frozenset(),  # operations to remove, by their names in the graph
     ) -> None:
         self.gm = gm
         self.options = options
         self.changes: list[Change] = []
         self.breaks: list[str] = []
+        self.breaking: set[str] = set()  # the operations behind `breaks`, by their names
+        self._unwanted = unwanted
         self._image = image
         self._rule_for = rule_for
         self.convert_auxiliary = convert_auxiliary
@@ -85,7 +99,8 @@ class Rewriter:
         self._replaced: set[str] = set()
 
     def run(self) -> None:
-        _out_of_place(self.gm.graph)
+        for node in _out_of_place(self.gm.graph):
+            self.breaks.append(f"an assignment to a part of a part at {self.place(node)}")
         for node in list(self.gm.graph.nodes):
             self.values[node] = self.visit(node)
         self.gm.graph.eliminate_dead_code()
@@ -108,7 +123,10 @@ class Rewriter:
             for value in inputs:
                 if value.kind is Kind.FACTOR and value.cause not in self.breaks:
                     self.breaks.append(value.cause)
+                    self.breaking.add(value.maker)
             return CONSTANT
+        if node.name in self._unwanted:
+            return self.remove(node)
         if all(value.kind is Kind.CONSTANT for value in inputs):
             return CONSTANT
         module = submodule(self.gm, node) if node.op == "call_module" else None
@@ -116,7 +134,8 @@ class Rewriter:
             _by_position(node)
         elif str(node.target) in self._replaced:  # used twice, converted once
             value = self.joined(node)
-            return replace(value, raw=False) if isinstance(module, BcosLayer) else value
+            layers = BcosLayer | nn.Sequential  # which has one, before pixels are shuffled
+            return replace(value, raw=False) if isinstance(module, layers) else value
         return self._rule_for(node, module)(self, node, module)
 
     # What rules are made of.
@@ -145,6 +164,16 @@ class Rewriter:
 
     def note(self, node: fx.Node, became: str) -> None:
         self.changes.append(Change(self.place(node), self.operation(node), became))
+
+    def keep(self, node: fx.Node) -> Value:
+        """For an operation that is linear in all its inputs."""
+        self.note(node, "kept")
+        return self.joined(node)
+
+    def as_factor(self, node: fx.Node) -> Value:
+        """For an operation that is not, or is not known."""
+        self.note(node, "kept as a factor")
+        return self.factor(node)
 
     def remove(self, node: fx.Node) -> Value:
         self.note(node, "removed")
@@ -175,7 +204,8 @@ class Rewriter:
         for n in node.all_input_nodes:
             if self.values[n].kind is Kind.FACTOR:
                 return self.values[n]
-        return Value(Kind.FACTOR, cause=f"`{self.operation(node)}` at {self.place(node)}")
+        cause = f"`{self.operation(node)}` at {self.place(node)}"
+        return Value(Kind.FACTOR, cause=cause, maker=node.name)
 
 
 #: For calls by keyword, the order of the arguments that the rules read.
@@ -197,29 +227,52 @@ def _by_position(node: fx.Node) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
+def assigned(x: Tensor, place: Any, value: Any) -> Tensor:
+    """`x` with `value` at `place`, as a new tensor."""
+    x = x.clone()
+    x[place] = value
+    return x
+
+
 _IN_PLACE: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
     operator.imatmul: operator.matmul,
+    operator.setitem: assigned,
 }
 
 
-def _out_of_place(graph: fx.Graph) -> None:
-    """x.add_(y) as x = x.add(y): with an activation gone, x may be the value of others as well."""
+_VIEWS = frozenset(
+    "getitem view reshape permute transpose t squeeze unsqueeze expand flatten unflatten chunk "
+    "split unbind narrow select getattr".split()
+)
+
+
+def _out_of_place(graph: fx.Graph) -> list[fx.Node]:
+    """x.add_(y) as x = x.add(y): with an activation gone, x may be the value of others as well.
+
+    Assignments to a view, which would also change what it is a view of, are returned.
+    """
     met: set[fx.Node] = set()
+    to_views: list[fx.Node] = []
     for node in graph.nodes:
         met.add(node)
         target: Any = node.target
         if node.op == "call_function" and target in _IN_PLACE:
             node.target = _IN_PLACE[target]
+            if target is operator.setitem:
+                node.meta["shape"] = node.args[0].meta.get("shape", ())
+                if name_of(node.args[0]) in _VIEWS:
+                    to_views.append(node)
         elif node.op == "call_method" and target.endswith("_") and not target.endswith("__"):
             node.target = target.removesuffix("_")
         else:
             continue
         if isinstance(node.args[0], fx.Node):
             node.args[0].replace_all_uses_with(node, lambda user: user not in met)
+    return to_views
 
 
 #: What a rule is: it may change the graph around a node, and says what kind its value is.

@@ -12,27 +12,40 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from torchbcos import functional
+from torchbcos.convert.products import (
+    attention,
+    attention_module,
+    matrix_product,
+    product,
+    product_by_indices,
+    quotient,
+    unit_length,
+)
 from torchbcos.convert.rewriter import CONSTANT, Kind, Rewriter, Rule, Value, name_of
-from torchbcos.convert.trace import BATCH, class_key, is_auxiliary
+from torchbcos.convert.trace import BATCH, submodule
+from torchbcos.convert.tracers import class_key, is_auxiliary
 from torchbcos.convert.twins import (
     ATTENTION,
     SHIFTED_WINDOWS,
-    attention_twin,
     average_pool,
     bcos_convolution,
     bcos_linear,
+    bcos_upsampling,
     uncentred_norm,
 )
 
-__all__ = ["LEAF_NAMES", "rule_for"]
+__all__ = ["LEAF_NAMES", "activations_among", "rule_for"]
 
 # Names are those of functions and methods, without a trailing or leading "i"/"_" for "in place",
 # and those of module classes in lower case. ReLU-like activations only shape a signal: they go.
 ACTIVATIONS = frozenset(
     "relu relu6 leakyrelu elu selu celu gelu silu mish hardswish prelu rrelu hardtanh softplus "
     "swish hardmish gelutanh quickgelu preluact swishjit hardswishjit mishjit threshold "
-    "starrelu softsign hardshrink softshrink tanhshrink logsigmoid".split()
+    "starrelu squaredrelu softsign hardshrink softshrink tanhshrink logsigmoid".split()
 )
+#: These are factors of gates and attention, or activations: where one breaks the map, it goes too.
+SQUASHING = frozenset("sigmoid tanh hardsigmoid square".split())
+PROBABILITIES = frozenset("softmax logsoftmax".split())  # the same, where they are returned
 DROPOUTS = frozenset(
     "dropout dropout1d dropout2d dropout3d alphadropout featurealphadropout featuredropout "
     "droppath dropblock2d dropblock stochasticdepth".split()
@@ -71,8 +84,7 @@ def _remove(r: Rewriter, node: fx.Node, _: Any) -> Value:
 
 
 def _keep(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    r.note(node, "kept")
-    return r.joined(node)
+    return r.keep(node)
 
 
 def _size(r: Rewriter, node: fx.Node, _: Any) -> Value:
@@ -81,9 +93,9 @@ def _size(r: Rewriter, node: fx.Node, _: Any) -> Value:
 
 def _attribute(r: Rewriter, node: fx.Node, _: Any) -> Value:
     """x.shape and the like are no signal; x.mT is one."""
-    if node.args[1] in ("T", "mT", "H", "mH", "data"):
-        return _keep(r, node, None)
-    return CONSTANT
+    if node.args[1] in ("T", "mT", "H", "mH", "data", "values"):
+        return r.keep(node)
+    return r.as_factor(node) if node.args[1] == "indices" else CONSTANT
 
 
 def _like_another(r: Rewriter, node: fx.Node, _: Any) -> Value:
@@ -93,17 +105,21 @@ def _like_another(r: Rewriter, node: fx.Node, _: Any) -> Value:
 
 
 def _unknown(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    r.note(node, "kept as a factor")
-    return r.factor(node)
+    return r.as_factor(node)
 
 
 def _layer(r: Rewriter, node: fx.Node, module: Any) -> Value:
     """A convolution or a linear layer."""
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        return _unknown(r, node, module)
     value = r.joined(node)
-    make = bcos_linear if isinstance(module, nn.Linear) else bcos_convolution
-    r.put_module(node, make(module, 2 if value.raw else 1, r.options.b, r.options.max_out))
+    how = (2 if value.raw else 1, r.options.b, r.options.max_out)
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        upsampling = bcos_upsampling(module, *how)
+        if upsampling is None:
+            return r.as_factor(node)
+        r.put_module(node, upsampling, "BcosConv2d and PixelShuffle")
+    else:
+        make = bcos_linear if isinstance(module, nn.Linear) else bcos_convolution
+        r.put_module(node, make(module, *how))
     return replace(value, raw=False)
 
 
@@ -111,13 +127,13 @@ def _functional_layer(r: Rewriter, node: fx.Node, _: Any) -> Value:
     """F.conv2d and F.linear: a learned weight gets the transform, a fixed filter stays."""
     weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
     if not isinstance(weight, fx.Node) or r.value(weight).kind is not Kind.CONSTANT:
-        return _unknown(r, node, None)
+        return r.as_factor(node)
     name = name_of(node)
     given = dict(zip(_CONV_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
     given.pop("bias", None)
     if not _is_learned(r.gm, weight):
         node.args, node.kwargs = (), given
-        return _keep(r, node, None)
+        return r.keep(node)
     function = getattr(functional, f"bcos_{name}")
     r.put_function(node, function, (), f"bcos_{name}")
     node.kwargs = {**given, "b": r.options.b}
@@ -146,13 +162,13 @@ def _max_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
     if module is not None:
         new = average_pool(module)
         if new is None:
-            return _unknown(r, node, module)
+            return r.as_factor(node)
         r.put_module(node, new)
         return r.joined(node)
     names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     if given.pop("dilation", 1) not in (1, [1, 1], (1, 1)) or given.pop("return_indices", False):
-        return _unknown(r, node, module)
+        return r.as_factor(node)
     name = f"avg_pool{name_of(node)[-2:]}"
     average = getattr(functional, name, None) or getattr(F, name)
     r.put_function(node, average, (given.pop("input"),), "average pool")
@@ -166,7 +182,7 @@ def _adaptive_max_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
     names = ("input", "output_size", "return_indices")
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     if given.get("return_indices"):
-        return _unknown(r, node, module)
+        return r.as_factor(node)
     average = getattr(F, f"adaptive_avg_pool{name_of(node)[-2:]}")
     r.put_function(node, average, (given["input"], given["output_size"]), "average pool")
     return r.joined(node)
@@ -174,119 +190,92 @@ def _adaptive_max_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
 
 def _average_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
     if type(module) is not nn.AvgPool2d:
-        return _keep(r, node, module)
+        return r.keep(node)
     new = average_pool(module)
     assert new is not None
     r.put_module(node, new, "kept")
     return r.joined(node)
 
 
-def _product(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    a, b = node.args[0], node.args[1]
-    kinds = (r.value(a).kind, r.value(b).kind)
-    if Kind.CONSTANT in kinds:
-        return _keep(r, node, None)
-    if Kind.SIGNAL not in kinds:
-        return _unknown(r, node, None)
-    if kinds[0] is Kind.FACTOR:
-        a, b = b, a
-    r.put_function(node, functional.gate, (a, b), "gate: second factor held constant")
-    return r.value(a)
+def _clamp(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """An activation, unless it keeps a divisor or another factor within bounds."""
+    value = r.value(node.args[0])
+    if value.kind is Kind.SIGNAL:
+        return r.remove(node)
+    return r.as_factor(node)
 
 
-def _quotient(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    a, b = node.args[0], node.args[1]
-    if node.kwargs.get("rounding_mode") is not None:
-        return _unknown(r, node, None)
-    if r.value(b).kind is Kind.CONSTANT:
-        return _keep(r, node, None)
-    if r.value(a).kind is not Kind.SIGNAL:
-        return _unknown(r, node, None)
-    inverse = r.insert(node, torch.reciprocal, b)
-    r.put_function(node, functional.gate, (a, inverse), "gate: divisor held constant")
-    return r.value(a)
+def _selection(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """|x| and maxima over channels or positions: what they pick is linear in what it is picked
+    from, and they are homogeneous.
+    """
+    x, *others = node.args
+    kinds = {r.value(x).kind}
+    if name_of(node) in ("maximum", "minimum"):
+        kinds |= {r.value(other).kind for other in others}
+    elif name_of(node) not in ("abs", "absolute"):
+        given: Any = others[0] if others else node.kwargs.get("dim", ())
+        dims = [given] if isinstance(given, int) else given
+        if isinstance(dims, fx.Node) or not dims or _first_among(x, dims):
+            return r.as_factor(node)
+    if kinds != {Kind.SIGNAL}:
+        return r.as_factor(node)
+    r.note(node, "kept")
+    return r.value(x)
 
 
-def _matrix_product(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    a, b = node.args[0], node.args[1]
-    kinds = (r.value(a).kind, r.value(b).kind)
-    if Kind.CONSTANT in kinds:
-        return _keep(r, node, None)
-    if Kind.SIGNAL not in kinds:
-        return _unknown(r, node, None)
-    args: list[Any] = [a, b]
-    kept = 1 if kinds[1] is Kind.SIGNAL else 0
-    args[1 - kept] = r.insert(node, functional.hold, args[1 - kept])
-    r.put_function(node, torch.matmul, tuple(args), "one side held constant")
-    return r.value(args[kept])
+def _first_among(x: Any, dims: Iterable[int]) -> bool:
+    """Whether one of the dimensions is that of the batch."""
+    rank = len(x.meta.get("shape", ())) or 4
+    return any(dim % rank == 0 for dim in dims)
 
 
-def _attention(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    q, k, v = node.args[:3]
-    if r.value(v).kind is not Kind.SIGNAL:
-        return _unknown(r, node, None)
-    r.note(node, "attention weights held constant")
-
-    def hold(value: Any) -> Any:  # a mask may depend on the image as well
-        held = r.value(value).kind is not Kind.CONSTANT
-        return r.insert(node, functional.hold, value) if held else value
-
-    node.args = (hold(q), hold(k), v, *map(hold, node.args[3:]))
-    node.kwargs = {name: hold(value) for name, value in node.kwargs.items()}
-    return r.value(v)
+def _item(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """A part of a tensor or of a tuple; the places of maxima are no signal."""
+    of, which = node.args
+    places = isinstance(of, fx.Node) and name_of(of) in ("max", "min") and which == 1
+    return r.as_factor(node) if places else r.keep(node)
 
 
-def _attention_module(r: Rewriter, node: fx.Node, module: Any) -> Value:
-    """Linear in what is attended to; all else is in the attention weights, which are held."""
-    is_plain = isinstance(module, nn.MultiheadAttention)
-    names = _ATTENTION_ARGUMENTS if is_plain else ("src",)  # encoders attend to what they are given
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    value = r.value(given.get("value" if is_plain else "src"))
-    twin = attention_twin(module, r.options.b, r.options.max_out, bool(r.options.norm))
-    if twin is None or value.kind is not Kind.SIGNAL or value.raw:
-        return _unknown(r, node, module)
-    if is_plain:
-        if not all(name_of(u) == "getitem" and (u.args[1] == 0 or not u.users) for u in node.users):
-            return _unknown(r, node, module)  # attention weights are no signal
-        node.args, node.kwargs = (), {**given, "need_weights": False}
-    r.put_module(node, twin)
-    return value
+def _assignment(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """x[place] = value; what is there already or what is put there may be an offset."""
+    x, place, value = node.args
+    kinds = [r.value(a).kind for a in (x, value)]
+    is_fixed = not any(
+        isinstance(n, fx.Node) and r.value(n).kind is not Kind.CONSTANT for n in _all(place)
+    )
+    if not is_fixed or Kind.FACTOR in kinds or not _batch_comes_first(r, node):
+        return r.as_factor(node)
+    if kinds[0] is Kind.CONSTANT:
+        node.args = (r.insert(node, functional.offset, x), place, value)
+    elif kinds[1] is Kind.CONSTANT and value != 0:
+        return r.as_factor(node)
+    return r.keep(node)
 
 
-_ATTENTION_ARGUMENTS = (
-    "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask",
-    "average_attn_weights", "is_causal",
-)  # fmt: skip
-
-
-def _product_by_indices(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    """einsum of two tensors."""
-    if len(node.args) != 3 or not isinstance(node.args[0], str):
-        return _unknown(r, node, None)
-    kinds = [r.value(a).kind for a in node.args[1:]]
-    if Kind.CONSTANT in kinds:
-        return _keep(r, node, None)
-    if Kind.SIGNAL not in kinds:
-        return _unknown(r, node, None)
-    args: list[Any] = list(node.args)
-    kept = 2 if kinds[1] is Kind.SIGNAL else 1
-    args[3 - kept] = r.insert(node, functional.hold, args[3 - kept])
-    r.put_function(node, torch.einsum, tuple(args), "one side held constant")
-    return r.value(args[kept])
+def _all(place: Any) -> Iterable[Any]:
+    """What an index is made of."""
+    if isinstance(place, tuple | list):
+        return [inner for part in place for inner in _all(part)]
+    return [place.start, place.stop, place.step] if isinstance(place, slice) else [place]
 
 
 def _sum(r: Rewriter, node: fx.Node, _: Any) -> Value:
     """a + b and a - b, where either may be a constant: an offset."""
-    if len(node.args) != 2 or node.kwargs or not _batch_comes_first(r, node):
-        return _unknown(r, node, None)
+    known = () if name_of(node) == "rsub" else ("alpha",)
+    if len(node.args) != 2 or node.kwargs.keys() - known or not _batch_comes_first(r, node):
+        return r.as_factor(node)
     a, b = node.args
+    if "alpha" in node.kwargs:
+        b = r.insert(node, operator.mul, b, node.kwargs["alpha"])
+        node.args, node.kwargs = (a, b), {}
     minus = name_of(node) in ("sub", "rsub")
     if name_of(node) == "rsub":
         a, b = b, a
     if Kind.CONSTANT not in (r.value(a).kind, r.value(b).kind):
         if not minus:
             node.op, node.target = "call_function", functional.add
-        return _keep(r, node, None)
+        return r.keep(node)
     if r.value(a).kind is Kind.CONSTANT:
         a, b = (r.insert(node, torch.neg, b) if minus else b), a
     elif minus:
@@ -306,7 +295,7 @@ def _batch_comes_first(r: Rewriter, node: fx.Node) -> bool:
 def _scaled_sum(r: Rewriter, node: fx.Node, _: Any) -> Value:
     """addcmul: a + b · c, taken apart."""
     if len(node.args) != 3 or node.kwargs:
-        return _unknown(r, node, None)
+        return r.as_factor(node)
     a, b, c = node.args
     product = r.insert(node, operator.mul, b, c)
     product.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
@@ -320,18 +309,18 @@ def _joined_with_offsets(r: Rewriter, node: fx.Node, _: Any) -> Value:
     parts = node.args[0]
     if isinstance(parts, list | tuple):
         if not _batch_comes_first(r, node):
-            return _unknown(r, node, None)
+            return r.as_factor(node)
         marked = [
             r.insert(node, functional.offset, p) if r.value(p).kind is Kind.CONSTANT else p
             for p in parts
         ]
         node.args = (marked, *node.args[1:])
-    return _keep(r, node, None)
+    return r.keep(node)
 
 
 def _pad(r: Rewriter, node: fx.Node, _: Any) -> Value:
     value = node.args[3] if len(node.args) > 3 else node.kwargs.get("value")
-    return _keep(r, node, None) if not value else _unknown(r, node, None)
+    return r.keep(node) if not value else r.as_factor(node)
 
 
 def _named_tuple(r: Rewriter, node: fx.Node, _: Any) -> Value:
@@ -361,17 +350,34 @@ _NAMED: dict[str, Rule] = _table(
     (["cat", "concat", "concatenate", "stack"], _joined_with_offsets),
     (["add", "sub", "rsub"], _sum),
     (["addcmul"], _scaled_sum),
-    (["mul", "multiply"], _product),
-    (["div", "divide"], _quotient),
-    (["matmul", "bmm", "mm"], _matrix_product),
-    (["einsum"], _product_by_indices),
-    (["scaleddotproductattention"], _attention),
+    (["mul", "multiply"], product),
+    (["div", "divide"], quotient),
+    (["matmul", "bmm", "mm"], matrix_product),
+    (["einsum"], product_by_indices),
+    (["scaleddotproductattention"], attention),
     (["maxpool1d", "maxpool2d", "maxpool3d"], _max_pool),
     (["adaptivemaxpool1d", "adaptivemaxpool2d", "adaptivemaxpool3d"], _adaptive_max_pool),
     (["conv1d", "conv2d", "conv3d", "linear"], _functional_layer),
     (["pad"], _pad),
+    (["clamp", "clip", "clampmin", "clampmax"], _clamp),
+    (["abs", "absolute", "max", "min", "amax", "amin", "maximum", "minimum"], _selection),
+    (["getitem"], _item),
+    (["normalize"], unit_length),
+    (["assigned"], _assignment),
     (["inceptionoutputs", "googlenetoutputs"], _named_tuple),
 )
+
+
+def activations_among(gm: fx.GraphModule, names: set[str]) -> frozenset[str]:
+    """Of the operations of these names, those that a network can do without."""
+    found = set()
+    for node in gm.graph.nodes:
+        if node.name in names:
+            kind = name_of(node) if node.op != "call_module" else class_key(submodule(gm, node))
+            returned = all(user.op == "output" for user in node.users)
+            if kind in SQUASHING or (kind in PROBABILITIES and returned):
+                found.add(node.name)
+    return frozenset(found)
 
 
 def rule_for(node: fx.Node, module: nn.Module | None) -> Rule:
@@ -382,7 +388,7 @@ def rule_for(node: fx.Node, module: nn.Module | None) -> Rule:
         return _layer
     key = class_key(module)
     if isinstance(module, ATTENTION) or key in SHIFTED_WINDOWS:
-        return _attention_module
+        return attention_module
     if isinstance(module, NORMS) or key in NORM_NAMES:
         return _norm
     if isinstance(module, nn.modules.dropout._DropoutNd) or key in ACTIVATIONS | DROPOUTS:

@@ -2,72 +2,48 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torchbcos.convert.tracers import (
+    DependsOnValuesError,
+    FollowingTracer,
+    Tracer,
+    empty_image,
+    is_auxiliary,
+)
+
 __all__ = [
     "BATCH",
-    "LEAVES",
     "ShapeError",
     "TraceError",
+    "UndecidableError",
     "as_pair",
-    "class_key",
-    "first_channels",
+    "likely_channels",
     "shapes",
+    "submodule",
     "trace",
 ]
 
 #: Images in the batch that shapes are computed for: a number that no other dimension has.
 BATCH = 31
-#: Modules kept whole, subclasses too: a library's own convolution is still a convolution.
-LEAVES = (
-    nn.modules.conv._ConvNd,
-    nn.Linear,
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.modules.dropout._DropoutNd,
-    nn.modules.pooling._MaxPoolNd,
-    nn.modules.pooling._AdaptiveMaxPoolNd,
-    nn.MultiheadAttention,
-    nn.TransformerEncoderLayer,
-    nn.TransformerEncoder,
-)
 _COMMON_SIZES = (224, 299, 256, 32, 64, 28, 96, 128, 160, 192, 240, 288, 320, 384)
 
 
 class TraceError(Exception):
-    """The module's Python code cannot be followed symbolically."""
+    """The module's Python code cannot be followed."""
 
 
-def class_key(module: nn.Module) -> str:
-    """The class name as the rule table spells it: lower case, no underscores."""
-    return type(module).__name__.lower().replace("_", "")
-
-
-class _Tracer(fx.Tracer):
-    def __init__(self, leaf_names: frozenset[str], proxy_buffers: bool) -> None:
-        super().__init__()
-        self._leaf_names = leaf_names
-        self.proxy_buffer_attributes = proxy_buffers
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return (
-            isinstance(m, LEAVES)
-            or class_key(m) in self._leaf_names
-            or is_auxiliary(m)
-            or super().is_leaf_module(m, module_qualified_name)
-        )
-
-
-def is_auxiliary(module: nn.Module) -> bool:
-    """An extra classifier that runs in training only, as Inception's and GoogLeNet's."""
-    return class_key(module).endswith("aux")
+class UndecidableError(TraceError):
+    """Nor could it be for images of another size."""
 
 
 def trace(
@@ -80,38 +56,80 @@ def trace(
 
     The module is traced as in training where it has auxiliary classifiers, else as in evaluation.
     """
-    training = {m: m.training for m in module.modules()}
-    try:
-        module.train(any(is_auxiliary(m) for m in module.modules()))
+    # Of its own, because code that runs may change it; only the tensors are the same.
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    module = copy.deepcopy(module, {id(t): t for t in tensors})
+    module.train(any(is_auxiliary(m) for m in module.modules()))
+    sizes = [as_pair(s) for s in (_sizes(module) if size is None else (size,))]
+    with _quietly():
         try:
-            graph = _Tracer(leaf_names, proxy_buffers=False).trace(module)
-        except Exception:  # a buffer may be given a size of the image
-            graph = _Tracer(leaf_names, proxy_buffers=True).trace(module)
-        gm = fx.GraphModule(module, graph, class_name=type(module).__name__)
-        sizes = _COMMON_SIZES if size is None else (size,)
-        return gm, _shapes_at_first(gm, channels, [as_pair(s) for s in sizes])
-    except TraceError:
-        raise
-    except Exception as error:  # tracing runs arbitrary code, which fails in arbitrary ways
-        raise TraceError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
-    finally:
-        for m, was in training.items():
-            m.training = was
+            return _symbolically(module, leaf_names, channels, sizes)
+        except TraceError:
+            return _followed(module, leaf_names, channels, sizes)
+
+
+def _sizes(module: nn.Module) -> tuple[int | Sequence[int], ...]:
+    """The size that a network of timm says it is for, and common ones."""
+    told = getattr(module, "pretrained_cfg", None)
+    shape = told.get("input_size", ()) if isinstance(told, dict) else ()
+    return (shape[1:], *_COMMON_SIZES) if len(shape) == 3 else _COMMON_SIZES
 
 
 def as_pair(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-def _shapes_at_first(
-    gm: fx.GraphModule, channels: int, sizes: Sequence[tuple[int, int]]
-) -> tuple[int, int]:
+def _symbolically(
+    module: nn.Module, leaf_names: frozenset[str], channels: int, sizes: Sequence[tuple[int, int]]
+) -> tuple[fx.GraphModule, tuple[int, int]]:
+    """A graph for images of any size, and the first of `sizes` that passes it."""
+    try:
+        gm = _graph(module, Tracer(leaf_names, proxy_buffers=False))
+    except TraceError:  # a buffer may be given a size of the image
+        gm = _graph(module, Tracer(leaf_names, proxy_buffers=True))
+    return gm, _first(sizes, lambda size: shapes(gm, channels, size))[0]
+
+
+def _followed(
+    module: nn.Module, leaf_names: frozenset[str], channels: int, sizes: Sequence[tuple[int, int]]
+) -> tuple[fx.GraphModule, tuple[int, int]]:
+    """A graph of what the code does for the first of `sizes` that passes it."""
+
+    def follow(size: tuple[int, int]) -> fx.GraphModule:
+        gm = _graph(module, FollowingTracer(leaf_names, (BATCH, channels, *size)))
+        shapes(gm, channels, size, batch=2)  # what was decided by the length of the batch shows
+        shapes(gm, channels, size)
+        return gm
+
+    size, gm = _first(sizes, follow)
+    return gm, size
+
+
+def _graph(module: nn.Module, tracer: Tracer) -> fx.GraphModule:
+    try:
+        graph = tracer.trace(module)
+        for node in graph.nodes:
+            node.meta.pop("is_wrapped", None)  # or the graph's code would wrap it for all tracers
+        return fx.GraphModule(module, graph, class_name=type(module).__name__)
+    except DependsOnValuesError as error:
+        raise UndecidableError(str(error)) from error
+    except Exception as error:  # tracing runs arbitrary code, which fails in arbitrary ways
+        raise TraceError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
+
+
+T = TypeVar("T")
+
+
+def _first(
+    sizes: Sequence[tuple[int, int]], attempt: Callable[[tuple[int, int]], T]
+) -> tuple[tuple[int, int], T]:
     failure: Exception | None = None
     for size in sizes:
         try:
-            shapes(gm, channels, size)
-            return size
-        except ShapeError as error:
+            return size, attempt(size)
+        except UndecidableError:
+            raise
+        except (ShapeError, TraceError) as error:
             failure = failure or error
     raise TraceError(f"no image of {sizes[0][0]}×{sizes[0][1]} px passes: {failure}")
 
@@ -121,23 +139,33 @@ class ShapeError(Exception):
 
 
 def shapes(
-    gm: fx.GraphModule, channels: int, size: tuple[int, int], last: fx.Node | None = None
+    gm: fx.GraphModule,
+    channels: int,
+    size: tuple[int, int],
+    last: fx.Node | None = None,
+    batch: int = BATCH,
 ) -> None:
     """Set `meta["shape"]` on each node (until `last`), for a batch of such images."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
     interpreter = _ShapeInterpreter(gm, last)
     try:
-        log.setLevel(logging.CRITICAL)  # it prints a traceback for each size that does not pass
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-            device = next(gm.parameters()).device
-            interpreter.run(torch.empty(BATCH, channels, *size, device=device))
+        with _quietly(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            interpreter.run(empty_image(gm, (batch, channels, *size)))
     except _Reached:
         return
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         at = str(interpreter.current.target if interpreter.current else "its start")
         raise ShapeError(f"{reason} (at {at})") from error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the tracebacks that torch prints for each size that does not pass."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
     finally:
         log.setLevel(level)
 
@@ -164,13 +192,15 @@ class _ShapeInterpreter(fx.Interpreter):
         return value
 
 
-def first_channels(module: nn.Module) -> int:
-    """How many channels the module takes, from its first convolution or linear layer."""
+def likely_channels(module: nn.Module) -> list[int]:
+    """How many channels its images may have: those of the first convolution, or usual ones, which
+    a rearrangement of pixels may make more of before it.
+    """
     for m in module.modules():
         if isinstance(m, nn.modules.conv._ConvNd):
-            return m.in_channels
+            return list(dict.fromkeys([m.in_channels, 3, 1]))
         if isinstance(m, nn.Linear):
-            return 3
+            return [3, 1]
     raise ValueError(
         f"`module` (a {type(module).__name__}) has no convolution and no linear layer to convert."
     )

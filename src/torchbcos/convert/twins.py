@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
 
 from torchbcos import attention, norms
-from torchbcos.convert.trace import class_key
+from torchbcos.convert.tracers import class_key
 from torchbcos.layers import AvgPool2d, BcosConv1d, BcosConv2d, BcosConv3d, BcosLayer, BcosLinear
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "average_pool",
     "bcos_convolution",
     "bcos_linear",
+    "bcos_upsampling",
     "uncentred_norm",
 ]
 
@@ -48,6 +50,33 @@ def bcos_convolution(module: Any, widen: int, b: float, max_out: int) -> BcosLay
         b=b,
         max_out=max_out,
     )
+
+
+def bcos_upsampling(module: Any, widen: int, b: float, max_out: int) -> nn.Module | None:
+    """For a transposed convolution that multiplies the size: one B-cos unit for each pixel that a
+    position becomes, so that each has a weight of its own to align; None for others.
+    """
+    factors = set(module.stride)
+    if len(module.kernel_size) != 2 or len(factors) > 1 or set(module.dilation) != {1}:
+        return None
+    (factor,) = factors
+    gains = zip(module.kernel_size, module.padding, module.output_padding, strict=True)
+    if any(k + more - 2 * pad != factor for k, pad, more in gains):
+        return None
+    # Odd kernels that see at least what the transposed one saw.
+    kernel = [2 * math.ceil(max(k - factor, 0) / (2 * factor)) + 1 for k in module.kernel_size]
+    conv = BcosConv2d(
+        module.in_channels * widen,
+        module.out_channels * factor**2,
+        kernel,
+        padding=[k // 2 for k in kernel],
+        groups=module.groups,
+        device=module.weight.device,
+        dtype=module.weight.dtype,
+        b=b,
+        max_out=max_out,
+    )
+    return nn.Sequential(conv, nn.PixelShuffle(factor))
 
 
 def bcos_linear(module: nn.Linear, widen: int, b: float, max_out: int) -> BcosLayer:

@@ -1,0 +1,243 @@
+"""From a module's Python code to a graph: symbolically or, where the code asks for sizes, followed.
+
+Code that decides by a size (`if h % 7:`), counts with one (`range(h)`) or unpacks them
+(`x.view(*x.shape[:2], -1)`) cannot run on symbols alone. `FollowingTracer` computes beside every
+symbol what it is for one example, without its values, and answers by that. Each answer is written
+into the graph as a check, so that an input for which the code would have gone another way is an
+error and never a wrong result.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import has_side_effect, map_arg
+
+__all__ = [
+    "LEAVES",
+    "DependsOnValuesError",
+    "FollowingTracer",
+    "Tracer",
+    "class_key",
+    "empty_image",
+    "is_auxiliary",
+    "is_followed",
+]
+
+#: Modules kept whole, subclasses too: a library's own convolution is still a convolution.
+LEAVES = (
+    nn.modules.conv._ConvNd,
+    nn.Linear,
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.modules.dropout._DropoutNd,
+    nn.modules.pooling._MaxPoolNd,
+    nn.modules.pooling._AdaptiveMaxPoolNd,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerEncoder,
+)
+
+
+def class_key(module: nn.Module) -> str:
+    """The class name as the rule table spells it: lower case, no underscores."""
+    return type(module).__name__.lower().replace("_", "")
+
+
+def is_auxiliary(module: nn.Module) -> bool:
+    """An extra classifier that runs in training only, as Inception's and GoogLeNet's."""
+    return class_key(module).endswith("aux")
+
+
+def empty_image(module: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """Of the type and on the device of the module's parameters."""
+    first = next(p for p in module.parameters() if p.is_floating_point())
+    return torch.empty(shape, device=first.device, dtype=first.dtype)
+
+
+#: They take sizes and no tensor, so that torch would not ask a symbol among their arguments.
+_NEW_TENSORS = (
+    torch.arange,
+    torch.empty,
+    torch.eye,
+    torch.full,
+    torch.linspace,
+    torch.ones,
+    torch.zeros,
+)
+
+
+class Tracer(fx.Tracer):
+    """Of a module's first argument; all others have their defaults."""
+
+    def __init__(self, leaf_names: frozenset[str], proxy_buffers: bool) -> None:
+        super().__init__(autowrap_functions=_NEW_TENSORS)
+        self._autowrap_search.append(torch)  # where these functions are looked up
+        self._leaf_names = leaf_names
+        self.proxy_buffer_attributes = proxy_buffers
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return (
+            isinstance(m, LEAVES)
+            or class_key(m) in self._leaf_names
+            or is_auxiliary(m)
+            or super().is_leaf_module(m, module_qualified_name)
+        )
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        _, *names = inspect.signature(root_fn).parameters
+        image = self.create_proxy("placeholder", names[0] if names else "x", (), {})
+        return (lambda root, x: root_fn(root, x)), [self.root, image]
+
+
+class DependsOnValuesError(Exception):
+    """No size of the image answers what the code asks."""
+
+
+class FollowingTracer(Tracer):
+    """Answers questions about sizes as they are for images of the shape `example`."""
+
+    def __init__(self, leaf_names: frozenset[str], example: tuple[int, ...]) -> None:
+        super().__init__(leaf_names, proxy_buffers=True)
+        self._example = example
+        self._values: dict[fx.Node, Any] = {}
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._computing = False  # a value, in which modules and parameters are to be themselves
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Followed(node, self)
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
+        proxy = super().create_proxy(*args, **kwargs)
+        if proxy.node.op != "output":
+            self._computing = True
+            try:
+                with torch.no_grad(), self._mode:
+                    self._value(proxy.node)
+            finally:
+                self._computing = False
+        return proxy
+
+    def _value(self, node: fx.Node) -> Any:
+        if node not in self._values:
+            self._values[node] = self._compute(node)
+        return self._values[node]
+
+    def _compute(self, node: fx.Node) -> Any:
+        target: Any = node.target
+        if node.op == "placeholder":
+            return empty_image(self.root, self._example)
+        if node.op == "get_attr":
+            found: Any = self.root
+            for name in target.split("."):
+                found = getattr(found, name)
+            return found
+        args, kwargs = map_arg((node.args, node.kwargs), self._value)
+        if node.op == "call_module":
+            return self.root.get_submodule(target)(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        return target(*args, **kwargs)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        if self._computing:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self._computing:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def answer(self, proxy: fx.Proxy, question: str) -> Any:
+        """What `proxy` is for the example, which the graph insists on from now on."""
+        value = self._values[proxy.node]
+        of_the_image = any(n.op == "placeholder" for n in _sources(proxy.node))
+        if of_the_image and isinstance(value, Tensor) and question != "len":
+            raise DependsOnValuesError("its control flow depends on values computed from the image")
+        answer = _QUESTIONS[question](value)
+        if of_the_image:
+            self.create_proxy("call_function", same_way, (proxy, question, answer), {})
+        return answer
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        return bool(self.answer(obj, "bool"))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        return iter([obj[i] for i in range(self.answer(obj, "len"))])  # type: ignore[index]
+
+
+_QUESTIONS: dict[str, Callable[[Any], Any]] = {
+    "bool": bool,
+    "index": operator.index,
+    "int": int,
+    "float": float,
+    "len": len,
+}
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """The node and all that it is computed from."""
+    met: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        n = waiting.pop()
+        if n not in met:
+            met.add(n)
+            waiting.extend(n.all_input_nodes)
+    return met
+
+
+@has_side_effect
+def same_way(value: Any, question: str, answer: Any) -> None:
+    """Part of a graph: whether the code would have gone the same way for this input."""
+    now = _QUESTIONS[question](value)
+    if now != answer:
+        raise ValueError(
+            "the network was converted as its code runs on images of another size, and on this one "
+            f"it runs differently (a {question} is {now} and was {answer}): use images of the size "
+            "that it was converted for, or convert it with size=…"
+        )
+
+
+def is_followed(graph: fx.Graph) -> bool:
+    return any(node.target is same_way for node in graph.nodes)
+
+
+class _Followed(fx.Proxy):
+    """A symbol whose value for the example is known."""
+
+    tracer: FollowingTracer
+
+    def __getattr__(self, k: str) -> Any:
+        return _FollowedAttribute(self, k)
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, place, value), {})
+
+    def __len__(self) -> int:
+        return int(self.tracer.answer(self, "len"))
+
+    def __index__(self) -> int:
+        return int(self.tracer.answer(self, "index"))
+
+    def __int__(self) -> int:
+        return int(self.tracer.answer(self, "int"))
+
+    def __float__(self) -> float:
+        return float(self.tracer.answer(self, "float"))
+
+
+class _FollowedAttribute(fx.proxy.Attribute, _Followed):
+    pass
