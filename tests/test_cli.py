@@ -663,14 +663,14 @@ def test_convert_options_reach_the_conversion(run):
 
 
 def test_convert_refuses_with_the_reason(run):
-    result = run("convert", "maxvit_t")
+    result = run("convert", "timm/sequencer2d_s")
     assert_one_sentence(result, "cannot become dynamic-linear because of")
     reason = result[2].split("because of")[1]
-    assert "`Tanh` at classifier" in reason
+    assert "`LSTM` at stages" in reason
 
 
 def test_convert_allows_what_breaks_the_decomposition_on_demand(run):
-    document = json.loads(run("convert", "maxvit_t", "--allow", "--json")[1])
+    document = json.loads(run("convert", "timm/sequencer2d_s", "--allow", "--json")[1])
     assert document["dynamic_linear"] is False
     assert document["breaks"]
 

@@ -537,22 +537,30 @@ def test_a_linear_module_stays(part):
 LEARNED_FUNCTIONS = {
     "F.conv2d": (
         lambda net, x: F.conv2d(x, net.weight, net.shift, 2, 1, 1, 2),
-        lambda net, x: tb.functional.bcos_conv2d(x, net.weight, 2, 1, 1, 2, b=1.5),
+        lambda net, x: tb.functional.bcos_conv2d(
+            x, net.weight_layer.weight, 2, 1, 1, 2, b=1.5, max_out=2
+        ),
         (WIDTH, WIDTH // 2, 3, 3),
     ),
     "F.conv2d by keyword": (
         lambda net, x: F.conv2d(x, weight=net.weight, bias=net.shift, padding=1),
-        lambda net, x: tb.functional.bcos_conv2d(x, net.weight, padding=1, b=1.5),
+        lambda net, x: tb.functional.bcos_conv2d(
+            x, net.weight_layer.weight, padding=1, b=1.5, max_out=2
+        ),
         (WIDTH, WIDTH, 3, 3),
     ),
     "F.linear": (
         lambda net, x: F.linear(x.movedim(1, 3), net.weight, net.shift).movedim(3, 1),
-        lambda net, x: tb.functional.bcos_linear(x.movedim(1, 3), net.weight, b=1.5).movedim(3, 1),
+        lambda net, x: tb.functional.bcos_linear(
+            x.movedim(1, 3), net.weight_layer.weight, b=1.5, max_out=2
+        ).movedim(3, 1),
         (WIDTH, WIDTH),
     ),
     "F.conv1d": (
         lambda net, x: F.conv1d(x.flatten(2), net.weight).unsqueeze(3),
-        lambda net, x: tb.functional.bcos_conv1d(x.flatten(2), net.weight, b=1.5).unsqueeze(3),
+        lambda net, x: tb.functional.bcos_conv1d(
+            x.flatten(2), net.weight_layer.weight, b=1.5, max_out=2
+        ).unsqueeze(3),
         (WIDTH, WIDTH, 3),
     ),
 }
@@ -569,6 +577,20 @@ def test_a_functional_layer_with_a_learned_weight_gets_the_transform(body, expec
     }
     model = convert(Net(body, **parts), b=1.5)
     assert_equals_body(model, expected)
+    assert "weight_layer" in dict(model.bcos_layers())  # so that it has a scale to calibrate
+
+
+def test_a_learned_weight_that_two_functions_share_stays_shared():
+    def body(net, x):
+        return F.conv2d(F.conv2d(x, net.weight, padding=1), net.weight, stride=2)
+
+    model = convert(Net(body, weight=nn.Parameter(random(WIDTH, WIDTH, 3, 3) - 0.5)))
+
+    def right(net, x):
+        x = tb.functional.bcos_conv2d(x, net.weight, padding=1)
+        return tb.functional.bcos_conv2d(x, net.weight, stride=2)
+
+    assert_equals_body(model, right)
 
 
 @pytest.mark.parametrize(
@@ -867,7 +889,7 @@ BREAKS = {
         "`rsub` at rsub",
     ),
     "weights from the image": (
-        lambda net, x: F.conv2d(x, x.mean([0, 2, 3]).view(WIDTH, 1, 1, 1), groups=WIDTH),
+        lambda net, x: F.conv2d(x, x[:1].mean([2, 3]).view(WIDTH, 1, 1, 1), groups=WIDTH),
         None,
         "`conv2d` at conv2d",
     ),
@@ -986,13 +1008,8 @@ def test_a_break_in_an_auxiliary_classifier_is_not_overlooked():
     "module",
     [
         Whole(
-            lambda net, x: net.fc(net.stem((x - net.mean) / net.deviation).mean([2, 3])),
-            mean=random(1, 3, 1, 1),
-            deviation=random(1, 3, 1, 1) + 0.5,
-        ),
-        Whole(
-            lambda net, x: net.fc(F.conv2d(x, net.weight).mean([2, 3])),
-            weight=nn.Parameter(random(WIDTH, 3, 3, 3)),
+            lambda net, x: net.fc(net.stem(x * net.colours).mean([2, 3])),
+            colours=random(1, 3, 1, 1),
         ),
         Whole(
             lambda net, x: net.fc(net.stem(net.three(x) + x).mean([2, 3])), three=nn.Conv2d(3, 3, 1)
@@ -1002,7 +1019,7 @@ def test_a_break_in_an_auxiliary_classifier_is_not_overlooked():
             last=nn.Conv2d(3 + WIDTH, WIDTH, 1),
         ),
     ],
-    ids=["normalised by channel", "functional first layer", "image added", "image concatenated"],
+    ids=["weighted by channel", "image added", "image concatenated"],
 )
 def test_a_network_that_cannot_take_the_encoded_image_is_an_error_when_it_is_converted(module):
     with pytest.raises(ValueError, match="encoded image, which has 6 channels"):
@@ -1254,8 +1271,9 @@ def test_an_untraceable_network_that_does_not_decompose_is_an_error(last):
     assert "strict=False" in str(error.value)
     model = convert(Undecided(last), strict=False)
     (found,) = model.report.breaks
-    measured = float(found.rpartition(" ")[2])
-    assert measured > 1e-3
+    measured, _, reason = found.partition("misses the output by ")[2].partition("; ")
+    assert float(measured) > 1e-3
+    assert "cannot be traced" in reason
     e = tb.explain(model, images(), targets="all")
     assert e.residual.abs().max() > 1e-3 * (e.outputs - model.logit_bias).abs().max()
 

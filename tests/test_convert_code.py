@@ -1,6 +1,7 @@
 """Networks whose Python code asks for sizes, assigns, rearranges the image, or takes options."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -198,7 +199,7 @@ def to_chosen_places(net, x):
     return x
 
 
-REFUSED = {to_a_view: "assignment to a part of a part", to_a_constant: "assigned"}
+REFUSED = {to_a_view: "a change of a view", to_a_constant: "assigned"}
 
 
 @pytest.mark.parametrize(("body", "what"), [*REFUSED.items(), (to_chosen_places, "`gt` at gt")])
@@ -343,3 +344,184 @@ def test_the_offsets_of_an_assignment_are_told_apart():
     model = convert(Net(body, frame=nn.Parameter(random(1, WIDTH, SIZE, SIZE))))
     e = assert_complete(model)
     assert (e.bias - model.logit_bias).abs().min() > 0
+
+
+# What comes before the first layer.
+
+
+def test_constants_that_normalise_the_image_go_because_it_is_encoded():
+    module = Whole(
+        lambda net, x: net.fc(net.stem((x - net.mean) / net.deviation).mean([2, 3])),
+        mean=random(1, 3, 1, 1),
+        deviation=random(1, 3, 1, 1) + 0.5,
+    )
+    model = convert(module)
+    assert became(model, "sub") == became(model, "div") == ["removed"]
+    assert_equals_body(model, lambda net, x: x)
+
+
+def test_a_functional_first_layer_takes_the_encoded_image():
+    module = Whole(
+        lambda net, x: net.fc(F.conv2d(x, net.weight).mean([2, 3])),
+        weight=nn.Parameter(random(WIDTH, 3, 3, 3)),
+    )
+    model = convert(module)
+    assert model.network.weight_layer.in_channels == 6
+    assert_complete(model)
+
+
+@pytest.mark.parametrize("first", [nn.Conv2d(WIDTH, WIDTH, 1), nn.Linear(WIDTH, 5)], ids=str)
+def test_layers_may_be_defined_in_any_order(first):
+    class LastFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.unused_first = first
+            self.stem = nn.Conv2d(1, WIDTH, 3)
+            self.fc = nn.Linear(WIDTH, 5)
+
+        def forward(self, x):
+            return self.fc(self.stem(x).mean([2, 3]))
+
+    assert convert(LastFirst()).in_channels == 1
+
+
+def test_a_network_of_linear_layers_alone():
+    module = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
+    model = tb.convert(module).double().eval()
+    assert (model.in_channels, model.input_size) == (1, (28, 28))
+    assert isinstance(model.network.get_submodule("1"), tb.BcosLinear)
+    assert_complete(model, images(size=28)[:, :1])
+
+
+# Silent mistakes that are none: these are refused.
+
+
+def mirrored(net, x):
+    both = torch.cat([x, x.flip(3)], 0) + net.position
+    return both.unflatten(0, (2, x.shape[0])).sum(0)
+
+
+def windows(net, x):
+    """Windows of each image one after the other: offsets are told apart."""
+    x = x.unflatten(2, (2, 8)).permute(0, 2, 1, 3, 4).flatten(0, 1)
+    x = (x + net.position[:, :, :8]).unflatten(0, (-1, 2)).permute(0, 2, 1, 3, 4)
+    return x.flatten(2, 3)
+
+
+def windows_of_all_images(net, x):
+    x = x.unflatten(2, (2, 8)).permute(2, 0, 1, 3, 4).flatten(0, 1)
+    x = (x + net.position[:, :, :8]).unflatten(0, (2, -1)).permute(1, 2, 0, 3, 4)
+    return x.flatten(2, 3)
+
+
+MIXED = {
+    "part of a Fourier transform": (lambda net, x: torch.fft.fft2(x).real, "`fftfft2` at"),
+    "data": (lambda net, x: x.data, "`getattr` at getattr"),
+    "mean over images": (lambda net, x: x - 0.5 * x.mean(0, keepdim=True), "`mean` at mean"),
+    "sum of everything": (lambda net, x: x + x.sum(), "`sum` at sum"),
+    "images rolled": (lambda net, x: x + x.roll(1), "`roll` at roll"),
+    "images flipped": (lambda net, x: x.flip(0), "`flip` at flip"),
+    "images counted up": (lambda net, x: x.cumsum(dim=-4), "`cumsum` at cumsum"),
+    "one image": (lambda net, x: x + x[0], "`getitem` at getitem"),
+    "number added where positions come first": (
+        lambda net, x: (
+            (x.flatten(2).permute(2, 0, 1) + 1).permute(1, 2, 0).unflatten(2, (SIZE, -1))
+        ),
+        "`add` at add",
+    ),
+    "images mirrored behind each other": (mirrored, "in another order"),
+    "windows of all images": (windows_of_all_images, "in another order"),
+    "change of a part": (lambda net, x: changed_in_part(net.stem2(x)), "change of a view"),
+}
+
+
+def changed_in_part(x):
+    x[:, :4].mul_(0)
+    return x
+
+
+@pytest.mark.parametrize(("body", "what"), MIXED.values(), ids=MIXED)
+def test_what_would_be_silently_wrong_is_refused(body, what):
+    parts = {"position": nn.Parameter(torch.zeros(1, WIDTH, SIZE, SIZE)), "stem2": conv1x1()}
+    with pytest.raises(ValueError, match="cannot become dynamic-linear") as error:
+        convert(Net(body, **parts))
+    assert what in str(error.value)
+
+
+def test_offsets_of_windows_that_follow_each_other_image_by_image():
+    model = convert(Net(windows, position=nn.Parameter(random(1, WIDTH, SIZE, SIZE))))
+    e = assert_complete(model)
+    alone = tb.explain(model, images()[1:], targets="all")
+    assert torch.allclose(e.bias[1:], alone.bias)
+
+
+def test_a_view_of_a_value_that_nobody_uses_again_may_be_changed():
+    model = convert(Net(lambda net, x: (2 * x).reshape(x.shape).mul_(3)))
+    assert_equals_body(model, lambda net, x: 6 * x)
+
+
+class Padded(nn.Conv2d):
+    def forward(self, x):
+        return F.conv2d(F.pad(x, (1, 1, 1, 1)), self.weight, self.bias)
+
+
+def test_a_layer_that_does_more_than_its_class_is_refused():
+    with pytest.raises(ValueError, match="does more than others of its kind") as error:
+        convert(Net(lambda net, x: net.part(x), part=Padded(WIDTH, WIDTH, 3)))
+    assert f"part would give {[WIDTH, SIZE - 2, SIZE - 2]}" in str(error.value)
+
+
+def test_a_network_whose_twin_would_not_run_is_refused():
+    twice = nn.Conv2d(3, 3, 3, padding=1)
+    module = Whole(
+        lambda net, x: net.fc(net.stem(net.twice(net.twice(x))).mean([2, 3])), twice=twice
+    )
+    with pytest.raises(ValueError, match=r"does not run|encoded image"):
+        convert(module)
+
+
+@pytest.mark.parametrize("last", ["dict", "tuple"])
+def test_networks_that_return_several_things_are_refused(last):
+    def body(net, x):
+        out = net.fc(net.stem(x).mean([2, 3]))
+        return {"out": out} if last == "dict" else (out, 2 * out)
+
+    with pytest.raises(ValueError, match="returns the one tensor to be explained"):
+        convert(Whole(body))
+
+
+def test_a_compiled_module_is_refused_with_the_reason():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit goes out of use, and yet is used
+        module = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)))
+    with pytest.raises(ValueError, match=r"torch\.jit"):
+        convert(module)
+
+
+def test_layers_whose_size_is_not_known_yet_are_refused_with_the_remedy():
+    module = nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyLinear(5))
+    with pytest.raises(ValueError, match="call the module once"):
+        convert(module)
+
+
+# Classifiers behind a flattened map.
+
+
+def test_a_classifier_of_a_map_with_channels_last_stays_where_it_is():
+    module = Whole(
+        lambda net, x: net.last(net.stem(x).permute(0, 2, 3, 1).flatten(1)),
+        last=nn.Linear(WIDTH * SIZE * SIZE, 5),
+    )
+    model = convert(module)
+    assert isinstance(model.network.last, tb.BcosLinear)
+    assert_complete(model)
+
+
+@pytest.mark.parametrize(
+    "flat", [lambda x: x.view(x.size(0), -1), lambda x: x.view(x.shape[0], -1)]
+)
+def test_a_map_flattened_by_its_size_is_a_flattened_map(flat):
+    module = Whole(
+        lambda net, x: net.last(flat(net.stem(x))), last=nn.Linear(WIDTH * SIZE * SIZE, 5)
+    )
+    assert isinstance(convert(module).network.last, tb.BcosConv2d)

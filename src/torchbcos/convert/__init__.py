@@ -12,9 +12,14 @@ from torch.fx.graph import CodeGen
 
 from torchbcos._arguments import check_transform
 from torchbcos.convert.head import move_heads
-from torchbcos.convert.modules import replace_modules
+from torchbcos.convert.modules import (
+    TOLERANCE,
+    check_weights,
+    completeness_error,
+    replace_modules,
+)
 from torchbcos.convert.report import Change, Report
-from torchbcos.convert.rewriter import SIGNAL, Options, Rewriter, Value
+from torchbcos.convert.rewriter import SIGNAL, Options, Rewriter, Value, name_of
 from torchbcos.convert.rules import LEAF_NAMES, activations_among, rule_for
 from torchbcos.convert.trace import (
     ShapeError,
@@ -25,7 +30,7 @@ from torchbcos.convert.trace import (
     shapes,
     trace,
 )
-from torchbcos.convert.tracers import is_followed
+from torchbcos.convert.tracers import is_auxiliary, is_followed
 
 __all__ = ["Change", "Conversion", "Report", "convert_network"]
 
@@ -64,18 +69,22 @@ def convert_network(
         network: nn.Module
         network, channels, used_size, report = _traced(module, options, head, likely, size)
     except TraceError as error:
+        check_weights(module)
         channels, used_size = likely[0], as_pair(224 if size is None else size)
         try:
             network, report = replace_modules(module, options, channels, used_size)
         except Exception as failure:  # the module's own code may fail in any way
-            if any(p.is_meta for p in module.parameters()):
-                raise RuntimeError("a check by numbers needs weights") from failure
             raise ValueError(
                 f"{type(module).__name__} cannot be converted: its code cannot be traced "
                 f"({error}), and with its modules replaced it does not run "
                 f"({type(failure).__name__}: {' '.join(str(failure).split())})."
             ) from failure
-        report = replace(report, note=f"{report.note} Not traceable: {error}.")
+        reason = f"its code cannot be traced ({error})"
+        report = replace(
+            report,
+            breaks=tuple(f"{b}; {reason}" for b in report.breaks),
+            note=f"{report.note} Not traceable: {error}.",
+        )
     if strict and report.breaks:
         raise ValueError(
             f"{report.architecture} cannot become dynamic-linear because of "
@@ -109,6 +118,14 @@ def _traced(
                 "refused."
             )
         changes, breaks = tuple(rewriter.changes), tuple(rewriter.breaks)
+        if rewriter.is_doubtful and not breaks:
+            check_weights(module)
+            missed = completeness_error(network, channels, used_size)
+            if not missed <= TOLERANCE:
+                breaks = (
+                    f"constants added where images follow each other in another order: "
+                    f"W(x)·x + bias misses the output by {missed:.1e}",
+                )
         return network, channels, used_size, Report(type(module).__name__, changes, breaks, note)
     assert failure is not None
     raise failure
@@ -135,6 +152,8 @@ def _by_graph(
     unwanted: frozenset[str] = frozenset(),  # activations that were met as something else
 ) -> tuple[fx.GraphModule, tuple[int, int], Rewriter]:
     gm, used_size = trace(module, LEAF_NAMES, channels, size)
+    _check_outputs(gm, type(module).__name__)
+    before = {node.name: node.meta.get("shape") for node in gm.graph.nodes}
 
     def convert_auxiliary(name: str, part: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         inner, _, inner_rewriter = _by_graph(
@@ -165,10 +184,60 @@ def _by_graph(
             raise ValueError(
                 f"{type(module).__name__} cannot take the encoded image, which has {2 * channels} "
                 f"channels: {error}. Whatever comes before the first layer must not depend on the "
-                "number of channels."
+                "number of channels, and all layers that see the image get twice as many."
             ) from error
+    _check_shapes(gm, rewriter, before, channels * (2 if image.raw else 1), used_size)
     gm = fx.GraphModule(gm, gm.graph, class_name=type(module).__name__)  # without unused parameters
     return copy.deepcopy(gm), used_size, rewriter  # shares nothing with `module`
+
+
+def _check_outputs(gm: fx.GraphModule, name: str) -> None:
+    """One tensor, beside which there may be those of auxiliary classifiers."""
+    end: Any = next(n for n in gm.graph.nodes if n.op == "output").args[0]
+    while isinstance(end, fx.Node) and name_of(end) in ("inceptionoutputs", "googlenetoutputs"):
+        end = end.args
+    first, *others = end if isinstance(end, tuple | list) else [end]
+    more = [o for o in others if o is not None and not _is_auxiliary(gm, o)]
+    if not isinstance(first, fx.Node) or more:
+        kind = f"{1 + len(others)} outputs" if isinstance(end, tuple | list) else "a dict"
+        raise ValueError(
+            f"{name} cannot be converted, because it returns {kind}: wrap it in a module that "
+            "returns the one tensor to be explained."
+        )
+
+
+def _is_auxiliary(gm: fx.GraphModule, node: Any) -> bool:
+    """Whether it is what an auxiliary classifier returned."""
+    return (
+        isinstance(node, fx.Node)
+        and node.op == "call_module"
+        and is_auxiliary(gm.get_submodule(str(node.target)))
+    )
+
+
+def _check_shapes(
+    gm: fx.GraphModule,
+    rewriter: Rewriter,
+    before: dict[str, tuple[int, ...] | None],
+    channels: int,
+    size: tuple[int, int],
+) -> None:
+    """Run all of the converted graph: what stays of the network has the shapes it had."""
+    name = gm._get_name()
+    try:
+        shapes(gm, channels, size)
+    except ShapeError as error:
+        raise ValueError(
+            f"{name} cannot be converted, because what would become of it does not run: {error}."
+        ) from error
+    for node in gm.graph.nodes:
+        was, now = before.get(node.name), node.meta.get("shape")
+        known = node in rewriter.values and not rewriter.values[node].raw
+        if known and was and now and was != now:
+            raise ValueError(
+                f"{name} cannot be converted: {rewriter.place(node)} would give {list(now[1:])} in "
+                f"place of {list(was[1:])}, so it does more than others of its kind: replace it."
+            )
 
 
 class _TrainingOnly(CodeGen):

@@ -68,7 +68,7 @@ def _chain(
     """(the map before the pool, the window one linear layer sees of it, the layers in order)."""
     layers: list[fx.Node] = []
     node = end
-    while len(node.users) == 1 and len(node.all_input_nodes) >= 1:
+    while _is_used_once(node) and len(node.all_input_nodes) >= 1:
         source = node.all_input_nodes[0]
         kind, module = _kind(gm, node)
         shape, before = node.meta.get("shape", ()), source.meta.get("shape", ())
@@ -76,8 +76,12 @@ def _chain(
             layers.insert(0, node)
         elif kind in _SHAPE_OPERATIONS:
             if len(before) == 4 and len(shape) == 2 and before[2:] != (1, 1):
-                pooled = _kind(gm, source)[0] == "adaptiveavgpool2d" and len(source.users) == 1
+                if shape[0] != before[0] or not _channels_come_second(gm, source):
+                    return None
+                pooled = _kind(gm, source)[0] == "adaptiveavgpool2d" and _is_used_once(source)
                 origin = source.all_input_nodes[0] if pooled else source
+                if origin.op == "placeholder":  # the image itself: this is the first layer
+                    return None
                 return _found(origin, before[2:], layers, gm)
         elif len(before) == 4 and shape[2:] in ((), (1, 1)) and _is_global_pool(kind, node):
             return _found(source, (1, 1), layers, gm)
@@ -85,6 +89,26 @@ def _chain(
             return None
         node = source
     return None
+
+
+def _is_used_once(node: fx.Node) -> bool:
+    """But for questions about its shape."""
+    return sum(name_of(user) not in ("size", "getattr", "dim") for user in node.users) == 1
+
+
+def _channels_come_second(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a map is [N, C, H, W], as convolutions make it, and not rearranged since."""
+    while node.op not in ("placeholder", "get_attr"):
+        kind, module = _kind(gm, node)
+        if kind in _REARRANGEMENTS or isinstance(module, BcosLinear | norms.UncentredLayerNorm):
+            return False
+        if isinstance(module, BcosConv2d):
+            return True
+        node = node.all_input_nodes[0]
+    return True
+
+
+_REARRANGEMENTS = {"permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
 
 
 def _is_global_pool(kind: str, node: fx.Node) -> bool:

@@ -43,7 +43,7 @@ def quotient(r: Rewriter, node: fx.Node, _: Any) -> Value:
     if node.kwargs.get("rounding_mode") is not None:
         return r.as_factor(node)
     if r.value(b).kind is Kind.CONSTANT:
-        return r.keep(node)
+        return r.remove(node) if r.is_normalisation(node) else r.keep(node)
     if r.value(a).kind is not Kind.SIGNAL:
         return r.as_factor(node)
     inverse = r.insert(node, torch.reciprocal, b)

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
@@ -90,6 +90,7 @@ class Rewriter:
         self.changes: list[Change] = []
         self.breaks: list[str] = []
         self.breaking: set[str] = set()  # the operations behind `breaks`, by their names
+        self.is_doubtful = False  # whether images could mix, so that numbers must tell
         self._unwanted = unwanted
         self._image = image
         self._rule_for = rule_for
@@ -100,7 +101,7 @@ class Rewriter:
 
     def run(self) -> None:
         for node in _out_of_place(self.gm.graph):
-            self.breaks.append(f"an assignment to a part of a part at {self.place(node)}")
+            self.breaks.append(f"a change of a view in place at {self.place(node)}")
         for node in list(self.gm.graph.nodes):
             self.values[node] = self.visit(node)
         self.gm.graph.eliminate_dead_code()
@@ -124,6 +125,8 @@ class Rewriter:
                 if value.kind is Kind.FACTOR and value.cause not in self.breaks:
                     self.breaks.append(value.cause)
                     self.breaking.add(value.maker)
+            if all(value.kind is Kind.CONSTANT for value in inputs):
+                self.breaks.append("an output that no signal reaches")
             return CONSTANT
         if node.name in self._unwanted:
             return self.remove(node)
@@ -149,7 +152,14 @@ class Rewriter:
         for value in values:
             if value.kind is Kind.FACTOR:
                 return value
-        return next(value for value in values if value.kind is Kind.SIGNAL)
+        first = next(value for value in values if value.kind is Kind.SIGNAL)
+        return replace(first, raw=any(value.raw for value in values))
+
+    def is_normalisation(self, node: fx.Node) -> bool:
+        """Whether constants of its own normalise each channel of the image: the encoding's part."""
+        x, constant = node.args[:2]
+        is_tensor = isinstance(constant, fx.Node) and bool(constant.meta.get("shape"))
+        return self.value(x).raw and is_tensor and self.value(constant).kind is Kind.CONSTANT
 
     def place(self, node: fx.Node) -> str:
         if node.op == "call_module":
@@ -253,26 +263,38 @@ _VIEWS = frozenset(
 def _out_of_place(graph: fx.Graph) -> list[fx.Node]:
     """x.add_(y) as x = x.add(y): with an activation gone, x may be the value of others as well.
 
-    Assignments to a view, which would also change what it is a view of, are returned.
+    Returned are those that change a view of a value which is used again, and that value with it.
     """
     met: set[fx.Node] = set()
-    to_views: list[fx.Node] = []
+    through_views: list[fx.Node] = []
     for node in graph.nodes:
         met.add(node)
         target: Any = node.target
         if node.op == "call_function" and target in _IN_PLACE:
             node.target = _IN_PLACE[target]
-            if target is operator.setitem:
-                node.meta["shape"] = node.args[0].meta.get("shape", ())
-                if name_of(node.args[0]) in _VIEWS:
-                    to_views.append(node)
         elif node.op == "call_method" and target.endswith("_") and not target.endswith("__"):
             node.target = target.removesuffix("_")
         else:
             continue
-        if isinstance(node.args[0], fx.Node):
-            node.args[0].replace_all_uses_with(node, lambda user: user not in met)
-    return to_views
+        changed = node.args[0]
+        if isinstance(changed, fx.Node):
+            if target is operator.setitem:
+                node.meta["shape"] = changed.meta.get("shape", ())
+            if any(user not in met for user in _viewed(changed).users) and _is_view(changed):
+                through_views.append(node)
+            changed.replace_all_uses_with(node, lambda user: user not in met)
+    return through_views
+
+
+def _is_view(node: fx.Node) -> bool:
+    return name_of(node) in _VIEWS and isinstance(node.args[0], fx.Node)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """What a view, or a view of a view, is one of."""
+    while _is_view(node):
+        node = cast(fx.Node, node.args[0])
+    return node
 
 
 #: What a rule is: it may change the graph around a node, and says what kind its value is.

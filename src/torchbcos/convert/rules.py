@@ -7,11 +7,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
 from torchbcos import functional
+from torchbcos.convert.combinations import (
+    along_dimensions,
+    assignment,
+    item,
+    joined,
+    parts_of,
+    scaled_sum,
+    selection,
+    sum_of_two,
+)
 from torchbcos.convert.products import (
     attention,
     attention_module,
@@ -22,7 +31,7 @@ from torchbcos.convert.products import (
     unit_length,
 )
 from torchbcos.convert.rewriter import CONSTANT, Kind, Rewriter, Rule, Value, name_of
-from torchbcos.convert.trace import BATCH, submodule
+from torchbcos.convert.trace import submodule
 from torchbcos.convert.tracers import class_key, is_auxiliary
 from torchbcos.convert.twins import (
     ATTENTION,
@@ -31,6 +40,7 @@ from torchbcos.convert.twins import (
     bcos_convolution,
     bcos_linear,
     bcos_upsampling,
+    functional_twin,
     uncentred_norm,
 )
 
@@ -52,10 +62,10 @@ DROPOUTS = frozenset(
 )
 LINEAR = frozenset(
     "avgpool1d avgpool2d avgpool3d adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d "
-    "mean sum neg cat concat stack flatten unflatten view reshape permute transpose t squeeze "
-    "unsqueeze contiguous chunk split tensorsplit unbind getitem narrow select roll flip expand "
+    "neg cat concat stack flatten unflatten view reshape permute transpose t squeeze "
+    "unsqueeze contiguous chunk split tensorsplit unbind getitem narrow select expand "
     "repeat clone to float half double movedim swapaxes swapdims interpolate "
-    "upsample pixelshuffle pixelunshuffle channelshuffle unfold fold identity cumsum "
+    "upsample pixelshuffle pixelunshuffle channelshuffle unfold fold identity "
     "zeropad1d zeropad2d zeropad3d reflectionpad1d reflectionpad2d reflectionpad3d "
     "replicationpad1d replicationpad2d replicationpad3d circularpad1d circularpad2d circularpad3d "
     "upsamplingnearest2d upsamplingbilinear2d patchmergingpad".split()
@@ -92,10 +102,13 @@ def _size(r: Rewriter, node: fx.Node, _: Any) -> Value:
 
 
 def _attribute(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    """x.shape and the like are no signal; x.mT is one."""
-    if node.args[1] in ("T", "mT", "H", "mH", "data", "values"):
+    """x.shape and the like are no signal; x.mT is one, and so are the values of a maximum."""
+    if node.args[1] in ("T", "mT", "H", "mH", "values"):
         return r.keep(node)
-    return r.as_factor(node) if node.args[1] == "indices" else CONSTANT
+    return CONSTANT if node.args[1] in _FACTS else r.as_factor(node)
+
+
+_FACTS = frozenset("shape ndim dtype device layout is_cuda requires_grad itemsize nbytes".split())
 
 
 def _like_another(r: Rewriter, node: fx.Node, _: Any) -> Value:
@@ -134,10 +147,27 @@ def _functional_layer(r: Rewriter, node: fx.Node, _: Any) -> Value:
     if not _is_learned(r.gm, weight):
         node.args, node.kwargs = (), given
         return r.keep(node)
+    value = r.joined(node)
+    alone = weight.op == "get_attr" and len(weight.users) == 1
+    if alone and not any(isinstance(v, fx.Node) for v in _options(given)):
+        parameter = operator.attrgetter(str(weight.target))(r.gm)
+        widen = 2 if value.raw else 1
+        layer = functional_twin(name, parameter, given, widen, r.options.b, r.options.max_out)
+        node.op, node.target = "call_module", f"{weight.target}_layer"
+        node.args, node.kwargs = (given["input"],), {}
+        r.gm.add_submodule(node.target, layer)
+        r.put_module(node, layer)
+        return replace(value, raw=False)
     function = getattr(functional, f"bcos_{name}")
     r.put_function(node, function, (), f"bcos_{name}")
     node.kwargs = {**given, "b": r.options.b}
-    return replace(r.joined(node), raw=False)
+    return replace(value, raw=False)
+
+
+def _options(given: dict[str, Any]) -> list[Any]:
+    return [
+        part for name, v in given.items() if name not in ("input", "weight") for part in parts_of(v)
+    ]
 
 
 def _is_learned(gm: fx.GraphModule, weight: fx.Node) -> bool:
@@ -205,119 +235,6 @@ def _clamp(r: Rewriter, node: fx.Node, _: Any) -> Value:
     return r.as_factor(node)
 
 
-def _selection(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    """|x| and maxima over channels or positions: what they pick is linear in what it is picked
-    from, and they are homogeneous.
-    """
-    x, *others = node.args
-    kinds = {r.value(x).kind}
-    if name_of(node) in ("maximum", "minimum"):
-        kinds |= {r.value(other).kind for other in others}
-    elif name_of(node) not in ("abs", "absolute"):
-        given: Any = others[0] if others else node.kwargs.get("dim", ())
-        dims = [given] if isinstance(given, int) else given
-        if isinstance(dims, fx.Node) or not dims or _first_among(x, dims):
-            return r.as_factor(node)
-    if kinds != {Kind.SIGNAL}:
-        return r.as_factor(node)
-    r.note(node, "kept")
-    return r.value(x)
-
-
-def _first_among(x: Any, dims: Iterable[int]) -> bool:
-    """Whether one of the dimensions is that of the batch."""
-    rank = len(x.meta.get("shape", ())) or 4
-    return any(dim % rank == 0 for dim in dims)
-
-
-def _item(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    """A part of a tensor or of a tuple; the places of maxima are no signal."""
-    of, which = node.args
-    places = isinstance(of, fx.Node) and name_of(of) in ("max", "min") and which == 1
-    return r.as_factor(node) if places else r.keep(node)
-
-
-def _assignment(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    """x[place] = value; what is there already or what is put there may be an offset."""
-    x, place, value = node.args
-    kinds = [r.value(a).kind for a in (x, value)]
-    is_fixed = not any(
-        isinstance(n, fx.Node) and r.value(n).kind is not Kind.CONSTANT for n in _all(place)
-    )
-    if not is_fixed or Kind.FACTOR in kinds or not _batch_comes_first(r, node):
-        return r.as_factor(node)
-    if kinds[0] is Kind.CONSTANT:
-        node.args = (r.insert(node, functional.offset, x), place, value)
-    elif kinds[1] is Kind.CONSTANT and value != 0:
-        return r.as_factor(node)
-    return r.keep(node)
-
-
-def _all(place: Any) -> Iterable[Any]:
-    """What an index is made of."""
-    if isinstance(place, tuple | list):
-        return [inner for part in place for inner in _all(part)]
-    return [place.start, place.stop, place.step] if isinstance(place, slice) else [place]
-
-
-def _sum(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    """a + b and a - b, where either may be a constant: an offset."""
-    known = () if name_of(node) == "rsub" else ("alpha",)
-    if len(node.args) != 2 or node.kwargs.keys() - known or not _batch_comes_first(r, node):
-        return r.as_factor(node)
-    a, b = node.args
-    if "alpha" in node.kwargs:
-        b = r.insert(node, operator.mul, b, node.kwargs["alpha"])
-        node.args, node.kwargs = (a, b), {}
-    minus = name_of(node) in ("sub", "rsub")
-    if name_of(node) == "rsub":
-        a, b = b, a
-    if Kind.CONSTANT not in (r.value(a).kind, r.value(b).kind):
-        if not minus:
-            node.op, node.target = "call_function", functional.add
-        return r.keep(node)
-    if r.value(a).kind is Kind.CONSTANT:
-        a, b = (r.insert(node, torch.neg, b) if minus else b), a
-    elif minus:
-        b = r.insert(node, torch.neg, b) if isinstance(b, fx.Node) else -b  # type: ignore[operator]
-    value = r.value(a)
-    r.put_function(node, functional.add_offset, (a, b), "offset added")
-    return value
-
-
-def _batch_comes_first(r: Rewriter, node: fx.Node) -> bool:
-    """Offsets are kept apart image by image along the first dimension, so it must be theirs."""
-    constants = [n for n in node.all_input_nodes if r.value(n).kind is Kind.CONSTANT]
-    shape = node.meta.get("shape", ())
-    return not constants or not shape or shape[0] % BATCH == 0
-
-
-def _scaled_sum(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    """addcmul: a + b · c, taken apart."""
-    if len(node.args) != 3 or node.kwargs:
-        return r.as_factor(node)
-    a, b, c = node.args
-    product = r.insert(node, operator.mul, b, c)
-    product.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
-    r.values[product] = r.visit(product)
-    node.target, node.args = operator.add, (a, product)
-    return _sum(r, node, None)
-
-
-def _joined_with_offsets(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    """cat and stack, where a constant among the parts (a class token) is an offset."""
-    parts = node.args[0]
-    if isinstance(parts, list | tuple):
-        if not _batch_comes_first(r, node):
-            return r.as_factor(node)
-        marked = [
-            r.insert(node, functional.offset, p) if r.value(p).kind is Kind.CONSTANT else p
-            for p in parts
-        ]
-        node.args = (marked, *node.args[1:])
-    return r.keep(node)
-
-
 def _pad(r: Rewriter, node: fx.Node, _: Any) -> Value:
     value = node.args[3] if len(node.args) > 3 else node.kwargs.get("value")
     return r.keep(node) if not value else r.as_factor(node)
@@ -347,9 +264,9 @@ _NAMED: dict[str, Rule] = _table(
     (SIZES, _size),
     (["getattr"], _attribute),
     (["expandas", "reshapeas", "viewas", "typeas"], _like_another),
-    (["cat", "concat", "concatenate", "stack"], _joined_with_offsets),
-    (["add", "sub", "rsub"], _sum),
-    (["addcmul"], _scaled_sum),
+    (["cat", "concat", "concatenate", "stack"], joined),
+    (["add", "sub", "rsub"], sum_of_two),
+    (["addcmul"], scaled_sum),
     (["mul", "multiply"], product),
     (["div", "divide"], quotient),
     (["matmul", "bmm", "mm"], matrix_product),
@@ -360,10 +277,11 @@ _NAMED: dict[str, Rule] = _table(
     (["conv1d", "conv2d", "conv3d", "linear"], _functional_layer),
     (["pad"], _pad),
     (["clamp", "clip", "clampmin", "clampmax"], _clamp),
-    (["abs", "absolute", "max", "min", "amax", "amin", "maximum", "minimum"], _selection),
-    (["getitem"], _item),
+    (["abs", "absolute", "max", "min", "amax", "amin", "maximum", "minimum"], selection),
+    (["getitem"], item),
+    (["mean", "sum", "cumsum", "roll", "flip"], along_dimensions),
     (["normalize"], unit_length),
-    (["assigned"], _assignment),
+    (["assigned"], assignment),
     (["inceptionoutputs", "googlenetoutputs"], _named_tuple),
 )
 

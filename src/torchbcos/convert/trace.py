@@ -131,7 +131,10 @@ def _first(
             raise
         except (ShapeError, TraceError) as error:
             failure = failure or error
-    raise TraceError(f"no image of {sizes[0][0]}×{sizes[0][1]} px passes: {failure}")
+    tried = f"{sizes[0][0]}×{sizes[0][1]} px"
+    if len(sizes) > 1:
+        tried += f" or of {len(sizes) - 1} other sizes, of which input_size=… can name another,"
+    raise TraceError(f"no image of {tried} passes: {failure}")
 
 
 class ShapeError(Exception):
@@ -196,6 +199,17 @@ def likely_channels(module: nn.Module) -> list[int]:
     """How many channels its images may have: those of the first convolution, or usual ones, which
     a rearrangement of pixels may make more of before it.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"`module` (a {type(module).__name__}) is compiled by torch.jit, so that its code is "
+            "gone: convert the module it was made from."
+        )
+    for m in module.modules():
+        if isinstance(m, nn.modules.lazy.LazyModuleMixin):
+            raise ValueError(
+                f"`module` (a {type(module).__name__}) has a {type(m).__name__}, whose size is not "
+                "known yet: call the module once on an image, then convert it."
+            )
     for m in module.modules():
         if isinstance(m, nn.modules.conv._ConvNd):
             return list(dict.fromkeys([m.in_channels, 3, 1]))

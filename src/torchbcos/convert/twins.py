@@ -19,6 +19,7 @@ __all__ = [
     "bcos_convolution",
     "bcos_linear",
     "bcos_upsampling",
+    "functional_twin",
     "uncentred_norm",
 ]
 
@@ -34,7 +35,7 @@ _BATCH_NORM = {
 def bcos_convolution(module: Any, widen: int, b: float, max_out: int) -> BcosLayer:
     """`widen` is 2 for a layer that sees the encoded image, which has twice the channels."""
     padding = module.padding
-    if class_key(module).startswith("conv2dsame"):  # timm's, which pads in its own forward
+    if "conv2dsame" in class_key(module):  # timm's, which pad in their own forward
         padding = tuple(k // 2 for k in module.kernel_size)
     return _CONV[len(module.kernel_size)](
         module.in_channels * widen,
@@ -88,6 +89,20 @@ def bcos_linear(module: nn.Linear, widen: int, b: float, max_out: int) -> BcosLa
         b=b,
         max_out=max_out,
     )
+
+
+def functional_twin(
+    name: str, weight: nn.Parameter, given: dict[str, Any], widen: int, b: float, max_out: int
+) -> BcosLayer:
+    """For F.linear, F.conv1d, … with a weight of its own: the layer."""
+    how: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype, "b": b}
+    how["max_out"] = max_out
+    if name == "linear":
+        return BcosLinear(weight.shape[1] * widen, weight.shape[0], **how)
+    geometry = {k: v for k, v in given.items() if k in ("stride", "padding", "dilation", "groups")}
+    channels = weight.shape[1] * given.get("groups", 1) * widen
+    kernel = tuple(weight.shape[2:])
+    return _CONV[len(kernel)](channels, weight.shape[0], kernel, **geometry, **how)
 
 
 def average_pool(module: Any) -> nn.Module | None:

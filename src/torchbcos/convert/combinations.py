@@ -1,0 +1,168 @@
+"""Rules for linear combinations: sums with offsets, parts, selections, and what mixes images.
+
+An explanation takes the images of a batch one by one, so none of these may combine two of them, and
+constants that are added must be told apart by image.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchbcos import functional
+from torchbcos.convert.rewriter import Kind, Rewriter, Value, name_of
+from torchbcos.convert.trace import BATCH
+
+__all__ = [
+    "along_dimensions",
+    "assignment",
+    "item",
+    "joined",
+    "parts_of",
+    "scaled_sum",
+    "selection",
+    "sum_of_two",
+]
+
+
+def sum_of_two(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """a + b and a - b, where either may be a constant: an offset."""
+    known = () if name_of(node) == "rsub" else ("alpha",)
+    if len(node.args) != 2 or node.kwargs.keys() - known:
+        return r.as_factor(node)
+    a, b = node.args
+    if "alpha" in node.kwargs:
+        b = r.insert(node, operator.mul, b, node.kwargs["alpha"])
+        node.args, node.kwargs = (a, b), {}
+    minus = name_of(node) in ("sub", "rsub")
+    if name_of(node) == "rsub":
+        a, b = b, a
+    if Kind.CONSTANT not in (r.value(a).kind, r.value(b).kind):
+        if not minus:
+            node.op, node.target = "call_function", functional.add
+        return r.keep(node)
+    if r.is_normalisation(node):
+        return r.remove(node)
+    if not _images_come_first(r, node):
+        return r.as_factor(node)
+    if r.value(a).kind is Kind.CONSTANT:
+        a, b = (r.insert(node, torch.neg, b) if minus else b), a
+    elif minus:
+        b = r.insert(node, torch.neg, b) if isinstance(b, fx.Node) else -b  # type: ignore[operator]
+    value = r.value(a)
+    r.put_function(node, functional.add_offset, (a, b), "offset added")
+    return value
+
+
+def scaled_sum(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """addcmul: a + b · c, taken apart."""
+    if len(node.args) != 3 or node.kwargs:
+        return r.as_factor(node)
+    a, b, c = node.args
+    product = r.insert(node, operator.mul, b, c)
+    product.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+    r.values[product] = r.visit(product)
+    node.target, node.args = operator.add, (a, product)
+    return sum_of_two(r, node, None)
+
+
+def joined(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """cat and stack, where a constant among the parts (a class token) is an offset."""
+    parts: Any = node.args[0] if isinstance(node.args[0], list | tuple) else ()
+    if any(r.value(part).kind is Kind.CONSTANT for part in parts):
+        if not _images_come_first(r, node):
+            return r.as_factor(node)
+        marked = [
+            r.insert(node, functional.offset, p) if r.value(p).kind is Kind.CONSTANT else p
+            for p in parts
+        ]
+        node.args = (marked, *node.args[1:])
+    return r.keep(node)
+
+
+def assignment(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """x[place] = value; what is there already or what is put there may be an offset."""
+    x, place, value = node.args
+    kinds = [r.value(a).kind for a in (x, value)]
+    is_fixed = not any(
+        isinstance(n, fx.Node) and r.value(n).kind is not Kind.CONSTANT for n in parts_of(place)
+    )
+    if not is_fixed or Kind.FACTOR in kinds or not _images_come_first(r, node):
+        return r.as_factor(node)
+    if kinds[0] is Kind.CONSTANT:
+        node.args = (r.insert(node, functional.offset, x), place, value)
+    elif kinds[1] is Kind.CONSTANT and value != 0:
+        return r.as_factor(node)
+    return r.keep(node)
+
+
+def along_dimensions(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """Means, sums, rolls and flips: linear, but images must not mix."""
+    at = 2 if name_of(node) == "roll" else 1
+    names = [node.kwargs[n] for n in ("dim", "dims", "axis") if n in node.kwargs]
+    given: Any = node.args[at] if len(node.args) > at else names[0] if names else None
+    if name_of(node) == "flip" and isinstance(given, int):
+        given = node.args[at:]
+    dims = [given] if isinstance(given, int) else given
+    if dims is None or (not isinstance(dims, fx.Node) and _is_batch(node.args[0], dims)):
+        return r.as_factor(node)
+    return r.keep(node)
+
+
+def selection(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """|x| and maxima over channels or positions: what they pick is linear in what it is picked
+    from, and they are homogeneous.
+    """
+    x, *others = node.args
+    kinds = {r.value(x).kind}
+    if name_of(node) in ("maximum", "minimum"):
+        kinds |= {r.value(other).kind for other in others}
+    elif name_of(node) not in ("abs", "absolute"):
+        given: Any = others[0] if others else node.kwargs.get("dim", ())
+        dims = [given] if isinstance(given, int) else given
+        if isinstance(dims, fx.Node) or not dims or _is_batch(x, dims):
+            return r.as_factor(node)
+    if kinds != {Kind.SIGNAL}:
+        return r.as_factor(node)
+    r.note(node, "kept")
+    return r.value(x)
+
+
+def item(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """A part of a tensor or of a tuple; the places of maxima and single images are no signal."""
+    of, which = node.args
+    first = which[0] if isinstance(which, tuple) and which else which
+    places = isinstance(of, fx.Node) and name_of(of) in ("max", "min") and which == 1
+    one_image = isinstance(first, int) and _is_batch(of, [0])
+    return r.as_factor(node) if places or one_image else r.keep(node)
+
+
+def _images_come_first(r: Rewriter, node: fx.Node) -> bool:
+    """Offsets are kept apart image by image along the first dimension, so it must be theirs.
+
+    A multiple of their number may be their windows, image after image, or not: numbers tell.
+    """
+    shape = node.meta.get("shape", ())
+    if not shape or shape[0] == BATCH:
+        return True
+    r.is_doubtful |= shape[0] % BATCH == 0
+    return bool(shape[0] % BATCH == 0)
+
+
+def _is_batch(x: Any, dims: Iterable[Any]) -> bool:
+    """Whether one of these dimensions of x is, or contains, that of the images."""
+    shape = x.meta.get("shape", ()) if isinstance(x, fx.Node) else ()
+    if not shape or shape[0] % BATCH:
+        return False
+    return any(isinstance(dim, int) and dim % len(shape) == 0 for dim in dims)
+
+
+def parts_of(place: Any) -> Iterable[Any]:
+    """What an index is made of."""
+    if isinstance(place, tuple | list):
+        return [inner for part in place for inner in parts_of(part)]
+    return [place.start, place.stop, place.step] if isinstance(place, slice) else [place]
