@@ -17,7 +17,7 @@ __all__ = ["TrainConfig"]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides the result. Defaults are the paper's for CIFAR-10."""
+    """Everything that decides the result. Defaults are the paper's for CIFAR-10 but for γ and T."""
 
     data: str  # "shapes", or a folder
     arch: str = "cifar9"  # for create_model; "conventional/NAME" for the network as it was
