@@ -58,7 +58,9 @@ def _common() -> None:
 )
 def explain(
     images: Annotated[list[str], typer.Argument(help="Image files, folders or globs.")],
-    model: Annotated[str, typer.Option(help="A model file, or a bundled name.")] = "",
+    model: Annotated[
+        str, typer.Option(help="A model file, or a bundled name.", show_default="imagenette")
+    ] = "",
     classes: Annotated[
         str, typer.Option(help="Explain these: names or numbers, comma-separated.")
     ] = "",
@@ -260,7 +262,9 @@ def train(
 )
 def evaluate(
     data: Annotated[str, typer.Option(help="'shapes', a CIFAR-10 folder, or class folders.")],
-    model: Annotated[str, typer.Option(help="A model file, or a bundled name.")] = "",
+    model: Annotated[
+        str, typer.Option(help="A model file, or a bundled name.", show_default="imagenette")
+    ] = "",
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -296,7 +300,9 @@ app.command(
 
 @app.command(epilog="Example: torchbcos export --model imagenette --out imagenette.onnx")
 def export(
-    model: Annotated[str, typer.Option(help="A model file, or a bundled name.")] = "",
+    model: Annotated[
+        str, typer.Option(help="A model file, or a bundled name.", show_default="imagenette")
+    ] = "",
     out: Annotated[Path, typer.Option(help="The ONNX file.")] = Path("model.onnx"),
     size: Annotated[
         int, typer.Option(help="Pixels of its images; 0 for the model's own size.", min=0)
@@ -353,7 +359,8 @@ def bench(
         Path, typer.Option(help="JSON file, written after each one; results are added to it.")
     ] = Path("speed.json"),
 ) -> None:
-    """Time and memory of B-cos networks beside conventional ones, a floor, and the peer's."""
+    """Time and memory of B-cos networks beside conventional ones, plain convolutions alone (the
+    floor), and the authors' package `bcos`."""
     import torch
 
     from torchbcos import bench as benchmark

@@ -21,7 +21,9 @@ output, errors = Console(), Console(stderr=True)
 
 def localise(
     data: Annotated[str, typer.Option(help="'shapes', a CIFAR-10 folder, or class folders.")],
-    model: Annotated[str, typer.Option(help="A model file, or a bundled name.")] = "",
+    model: Annotated[
+        str, typer.Option(help="A model file, or a bundled name.", show_default="imagenette")
+    ] = "",
     baseline: Annotated[
         list[str] | None,
         typer.Option(

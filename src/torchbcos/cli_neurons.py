@@ -27,7 +27,9 @@ app = typer.Typer()
 def neurons(
     context: typer.Context,
     data: Annotated[str, typer.Option(help="'shapes', a CIFAR-10 folder, or class folders.")] = "",
-    model: Annotated[str, typer.Option(help="A model file, or a bundled name.")] = "",
+    model: Annotated[
+        str, typer.Option(help="A model file, or a bundled name.", show_default="imagenette")
+    ] = "",
     layers: Annotated[
         str, typer.Option(help="Names or patterns, comma-separated; else all B-cos layers.")
     ] = "",

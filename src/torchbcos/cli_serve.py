@@ -18,7 +18,9 @@ def serve(
     images: Annotated[
         list[str] | None, typer.Argument(help="Images to offer: files, folders or globs.")
     ] = None,
-    model: Annotated[str, typer.Option(help="A model file, or a bundled name.")] = "",
+    model: Annotated[
+        str, typer.Option(help="A model file, or a bundled name.", show_default="imagenette")
+    ] = "",
     host: Annotated[
         str, typer.Option(help="Where to listen; 0.0.0.0 lets others in the network in.")
     ] = "127.0.0.1",
