@@ -15,7 +15,7 @@ image = read_image(photo, model.input_size)[None]
 strongest = tb.explain(model, image, layer="8", unit=lambda a: a.flatten(1).amax(1))
 top, left, bottom, right = strongest.window()
 print(strongest)
-print(f"it sees rows {top} to {bottom} and columns {left} to {right} of the image")
+print(f"it sees rows {top} to {bottom - 1} and columns {left} to {right - 1} of the image")
 
 # W(x) is differentiable: here, how the share of the score outside of the centre depends on weights.
 e = tb.explain(model, image, "cat", create_graph=True)

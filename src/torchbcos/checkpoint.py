@@ -106,6 +106,10 @@ def load(
     For a model that was made with `convert` from a module of your own, pass such a module again as
     `module`; its weights do not matter. Weights that the authors of B-cos networks released are
     read as well; see `released.load_released`.
+
+    >>> import torchbcos as tb
+    >>> tb.load("cifar10").classes[3]
+    'cat'
     """
     device = check_device(device)
     path = _find(name_or_path)

@@ -18,7 +18,15 @@ __all__ = ["Explanation"]
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found, for N images and K targets each: outputs = W(x)·x + bias + residual."""
+    """What `explain` found, for N images and K targets each: outputs = W(x)·x + bias + residual.
+
+    >>> import torchbcos as tb
+    >>> e = tb.explain(tb.load("cifar10"), torch.rand(2, 3, 32, 32), ["cat", "dog"])
+    >>> e.targets.tolist(), e.delta(0, 1).shape
+    ([[3, 5], [3, 5]], torch.Size([2, 32, 32]))
+    >>> len(e[1]), e.top(1).outputs.shape
+    (1, torch.Size([2, 1]))
+    """
 
     outputs: Tensor  # [N, K] the explained values: logits, or activations of inner units
     targets: Tensor  # [N, K] class indices; for inner units, the channel
@@ -77,7 +85,8 @@ class Explanation:
     def window(self, image: int = 0, target: int = 0) -> tuple[int, int, int, int]:
         """(top, left, bottom, right) of the smallest box outside of which W(x) is zero.
 
-        For an inner unit this is its receptive field, cut at the image's border.
+        As in slices, `bottom` and `right` are the first row and column beyond it. For an inner unit
+        the box is its receptive field, cut at the image's border.
         """
         seen = (self.weights[image, target] != 0).any(0)
         if not seen.any():
@@ -119,6 +128,7 @@ class Explanation:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
+        """What `save` wrote, on the CPU; other files are a ValueError."""
         try:
             # Opened here, because np.load leaves a damaged file open.
             with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:

@@ -1,5 +1,7 @@
 """B-cos layers: `nn.Linear` and `nn.Conv1d/2d/3d` with four more keyword arguments.
 
+Every argument of theirs is taken, but `bias` must be False.
+
 Initialisation is torch's own for the layer replaced (Kaiming uniform with a = √5). Only the
 direction of a row matters to the output; its norm, about 1/√3 at the start, sets how far a step of
 the optimiser turns it.
@@ -60,7 +62,7 @@ class BcosLayer(nn.Module):
 
 
 class BcosLinear(BcosLayer):
-    """B-cos in place of `nn.Linear`.
+    """B-cos in place of `nn.Linear`, every argument of it but `bias`, which must be False.
 
     >>> layer = BcosLinear(512, 10, b=2.0, max_out=2)
     >>> layer
@@ -183,6 +185,8 @@ class BcosConv1d(_BcosConv):
 
 class BcosConv2d(_BcosConv):
     """B-cos in place of `nn.Conv2d`: its arguments in its order, the extras by keyword.
+
+    `bias` must be False, which is the default.
 
     >>> layer = BcosConv2d(64, 128, 3, stride=2, padding=1, b=2.0, max_out=2)
     >>> layer(torch.rand(1, 64, 32, 32)).shape, layer.weight.shape

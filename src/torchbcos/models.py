@@ -43,6 +43,11 @@ class BcosModel(nn.Module):
 
     `scaling` says where the layers' γ and the temperature come from: "none" (all 1, which few
     networks can be trained with), "paper", "calibrated" or "custom".
+
+    >>> import torchbcos as tb
+    >>> model = tb.load("cifar10")
+    >>> model(torch.rand(2, 3, 32, 32)).shape, model.input_size
+    (torch.Size([2, 10]), (32, 32))
     """
 
     def __init__(

@@ -34,6 +34,11 @@ def colour(
     style="paper": pixels that do not contribute positively are transparent, and the percentile is
     one of all weights' lengths. style="released", as in the authors' code: opacity, 0 where the
     contribution is negative, is averaged over `kernel`×`kernel` pixels before the percentile.
+
+    >>> import torchbcos as tb
+    >>> e = tb.explain(tb.load("cifar10"), torch.rand(2, 3, 32, 32), ["cat", "dog"])
+    >>> tb.render.colour(e).shape, tb.render.colour(e).dtype
+    ((2, 2, 32, 32, 4), dtype('uint8'))
     """
     if style not in ("paper", "released"):
         raise ValueError(f"`style` (={style!r}) must be 'paper' or 'released'.")
@@ -60,12 +65,24 @@ def colour(
 
 
 def contributions(e: Explanation, *, percentile: float = PERCENTILE) -> np.ndarray:
-    """Contribution maps, red for positive, blue for negative: uint8 RGB [N, K, H, W, 3]."""
+    """Contribution maps, red for positive, blue for negative: uint8 RGB [N, K, H, W, 3].
+
+    >>> import torchbcos as tb
+    >>> e = tb.explain(tb.load("cifar10"), torch.rand(2, 3, 32, 32))
+    >>> tb.render.contributions(e).shape
+    (2, 1, 32, 32, 3)
+    """
     return signed(e.contributions, percentile=percentile)
 
 
 def delta(e: Explanation, i: int = 0, j: int = 1, *, percentile: float = PERCENTILE) -> np.ndarray:
-    """Where target i (orange) and target j (blue) have the larger contribution: [N, H, W, 3]."""
+    """Where target i (orange) and target j (blue) have the larger contribution: [N, H, W, 3].
+
+    >>> import torchbcos as tb
+    >>> e = tb.explain(tb.load("cifar10"), torch.rand(2, 3, 32, 32), ["cat", "dog"])
+    >>> tb.render.delta(e).shape
+    (2, 32, 32, 3)
+    """
     return signed(e.delta(i, j), percentile=percentile, positive=ORANGE, negative=AZURE)
 
 
@@ -76,7 +93,11 @@ def signed(
     positive: tuple[int, int, int] = RED,
     negative: tuple[int, int, int] = BLUE,
 ) -> np.ndarray:
-    """Maps of signed values: white at 0, full colour at the percentile of |values|, per map."""
+    """Maps of signed values: white at 0, full colour at the percentile of |values|, per map.
+
+    >>> signed(torch.tensor([[0.0, 2.0], [-2.0, 0.0]]), percentile=100).tolist()
+    [[[255, 255, 255], [214, 39, 40]], [[31, 90, 180], [255, 255, 255]]]
+    """
     values = values.detach().float().cpu()
     v = (values / _percentile(values.abs(), percentile)).clamp(-1, 1).unsqueeze(-1)
     end = torch.where(v > 0, torch.tensor(positive), torch.tensor(negative)) / 255
@@ -87,6 +108,12 @@ def overlay(images: Tensor, pictures: np.ndarray, *, fade: float = 0.3) -> np.nd
     """Pictures on faded grey versions of their images: uint8 RGB [N, K, H, W, 3].
 
     RGBA pictures are laid over the image, RGB maps multiplied with it, so that white shows it.
+
+    >>> import torchbcos as tb
+    >>> images = torch.rand(2, 3, 32, 32)
+    >>> e = tb.explain(tb.load("cifar10"), images)
+    >>> tb.render.overlay(images, tb.render.colour(e)).shape
+    (2, 1, 32, 32, 3)
     """
     if pictures.ndim != 5 or pictures.shape[0] != len(images):
         raise ValueError(
@@ -118,6 +145,12 @@ def figure(
     """One row for each image: the input, then picture and contribution map of each target.
 
     `names` are class names, by default the model's. The figure is not shown; call `.savefig`.
+
+    >>> import torchbcos as tb
+    >>> images = torch.rand(2, 3, 32, 32)
+    >>> drawn = tb.render.figure(images, tb.explain(tb.load("cifar10"), images))
+    >>> len(drawn.axes)  # of each image the input, the picture and the map
+    6
     """
     from matplotlib.figure import Figure
 
