@@ -159,6 +159,33 @@ def test_deeplift_is_complete_where_activations_are_used_twice_and_in_place():
     assert network.relu.inplace
 
 
+class Gated(nn.Module):
+    def __init__(self, sigmoid):
+        super().__init__()
+        self.squeeze, self.sigmoid = nn.Conv2d(6, 6, 1), sigmoid
+
+    def forward(self, x):
+        return x * self.sigmoid(self.squeeze(x.mean((2, 3), keepdim=True)))
+
+
+def test_a_gate_has_its_rule_in_deeplift_also_where_it_is_a_function(images):
+    """A B-cos network with gates keeps their sigmoids, so there DeepLIFT is not IxG."""
+    maps = {}
+    for sigmoid in (nn.Sigmoid(), torch.sigmoid):
+        torch.manual_seed(3)
+        network = nn.Sequential(
+            nn.Conv2d(3, 6, 3), Gated(sigmoid), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            nn.Linear(6, 4),
+        )  # fmt: skip
+        model = tb.calibrate(tb.convert(network, input_size=SIZE), images).eval()
+        assert not posthoc.METHODS["deeplift"].twin(model)
+        assert posthoc.METHODS["guided_backprop"].twin(model) == "grad"
+        maps[sigmoid] = posthoc.deeplift(model, images, TARGETS)
+    assert_same(*maps.values())
+    ixg = posthoc.input_x_gradient(model, images, TARGETS)
+    assert (maps[sigmoid] - ixg).abs().max() > 1e-3 * ixg.abs().max()
+
+
 def test_on_a_bcos_network_integrated_gradients_is_input_times_gradient(bcos, images):
     """f(a·x) = a·f(x), so the gradient is the same all along the line from zero."""
     assert_same(

@@ -37,16 +37,24 @@ def separated(model: nn.Module) -> nn.Module:
     return _known[model]
 
 
-_RELUS = (F.relu, F.relu_, torch.relu, torch.relu_)
+#: Activations called as functions or methods, and the modules that do the same.
+_FUNCTIONS: dict[object, type[nn.Module]] = {
+    **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"), nn.ReLU),
+    **dict.fromkeys((F.sigmoid, torch.sigmoid, "sigmoid", "sigmoid_"), nn.Sigmoid),
+    **dict.fromkeys((F.tanh, torch.tanh, "tanh", "tanh_"), nn.Tanh),
+}
 
 
 def _traced(model: nn.Module) -> nn.Module:
-    traced = fx.symbolic_trace(model)
+    if isinstance(model, fx.GraphModule):  # as converted networks are: no need to look into layers
+        traced = fx.GraphModule(model, copy.deepcopy(model.graph))
+    else:
+        traced = fx.symbolic_trace(model)
     modules = dict(traced.named_modules())
     for i, node in enumerate(list(traced.graph.nodes)):
         module = modules.get(str(node.target)) if node.op == "call_module" else None
-        if node.target in (*_RELUS, "relu", "relu_") and node.op.startswith("call_"):
-            module = modules.get(str(node.target)) or nn.ReLU()
+        if node.op in ("call_function", "call_method") and node.target in _FUNCTIONS:
+            module = _FUNCTIONS[node.target]()
         if isinstance(module, RESCALED):
             own = copy.deepcopy(module)
             if hasattr(own, "inplace"):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from torchbcos.explain import explain, unwrapped
 from torchbcos.models import BcosModel
@@ -110,8 +110,8 @@ def gradcam(
 def deeplift(model: nn.Module, images: Tensor, targets: Targets = None) -> Tensor:
     """captum's DeepLIFT, rescale rule, from zeros.
 
-    It has rules for activations and max pools. A B-cos network has neither, and there the method
-    is input × gradient.
+    It has rules for activations and max pools. A B-cos network without gates has neither, and there
+    the method is input × gradient.
     """
     if not _uses(model, RESCALED):
         return input_x_gradient(model, images, targets)
@@ -173,7 +173,7 @@ def _uses(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     network = network_of(model)
     if any(isinstance(m, kinds) for m in network.modules()):
         return True
-    if isinstance(unwrapped(model), BcosModel):
+    if isinstance(unwrapped(model), BcosModel) and not isinstance(network, fx.GraphModule):
         return False
     return any(isinstance(m, kinds) for m in separated(network).modules())  # called as functions
 
