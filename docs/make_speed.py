@@ -28,34 +28,37 @@ This page is made by `python docs/make_speed.py` from `results/speed_gpu.json`, 
 
 Each time is a median over five groups of steps. *Device* is the sum of the kernels' times in one
 step; what a step takes beyond it is waiting for Python to launch them.
-*Captured* is the same step replayed as a CUDA graph, which does not wait for the host: this is what
-`torchbcos train` does. Its memory is all that stays reserved while the graph exists, in the
-allocator's blocks; that of other steps is the peak of what they allocate.
+A *training step* here is forward, loss and backward pass, without optimiser. *Captured* is the same
+step replayed as a CUDA graph, which does not wait for the host. Its memory is all that stays
+reserved while the graph exists, in the allocator's blocks; that of other steps is the peak of what
+they allocate. `torchbcos train` captures such a step too, together with the optimiser.
 
 *Floor* is the same network with plain convolutions, torch's own pools and sums, and neither norm
 nor activation (two units: doubled channels and a plain maximum). Torch's average pool is slow in
 channels last, and ours is not: part of what we gain on the floor is the pool. *Floor, our pool* is
-the floor without that part. *Peer* is the same network with the layers of `bcos` 0.1.3. Ratios are
-of times within one run: a row without one is from another run than the floor of its table, and its
-time, other than its device time, from a host of another speed. The table over B and that of
-explanations are put together from several runs. Before anything is measured, the layers are
-compared with the reference in float64.
+the floor without that part. *Peer* is the same network with the layers of the authors' package,
+`bcos` 0.1.3. Ratios are of times within one run. A row without one has no floor of its units and
+mode in its own run; where that is another run than the floor's, its time, other than its device
+time, may be from a host of another speed. The tables over B and over batches and sizes, and the
+plot (its peers are of an earlier run), are put together from several runs. Before anything is
+measured, the layers are compared with the reference in float64.
 """
 PROFILED = """\
 In runs that do not say *profiler after all times* a case was profiled before the next was timed.
 Torch's profiler stays attached and slows down later launches of its process (pytorch issue 144455).
-Ours came last, so their eager times may be too long. By how much was measured once, on ResNet-34's
-eager step (one unit) with another kind of profile: Python needed 7.7 ms to launch it, 8.8 ms after
-profiling, and the step took 10.8 and 10.9 ms. Earlier runs had 19.7 ms (commit 0b4403d, with older
-kernels and launches) and 24.4 ms (3d12b5d, with those of today), of which 10.3 to 10.5 on the
-device. What made the difference, the host or the profiler, was not found out: where Python is
-slower than the device, an eager step waits for it. A captured one does not.
+Ours came last, so their eager times may be too long. By how much was measured once (no file was
+kept), on ResNet-34's eager step (one unit) with another kind of profile: Python needed 7.7 ms to
+launch it, 8.8 ms after profiling, and the step took 10.8 and 10.9 ms. Earlier runs had 19.7 ms
+(commit 0b4403d, with older kernels and launches) and 24.4 ms (3d12b5d, with those of today), of
+which 10.3 to 10.5 on the device. What made the difference, the host or the profiler, was not found
+out: where Python is slower than the device, an eager step waits for it. A captured one does not.
 """
 HOST = """\
 An eager step depends on the host. ResNet-34's, with one unit, was measured twice by runs that
 profile after all times: 10.8 ms on one host (commit bc1579c, 1.01 of the floor's 10.7) and 14.2 ms
 on another (ee9dc3c, 1.34 of 10.6), with 10.3 ms of kernels both times, less than the floor's. The
-tables have the second run. On its host Python needed this long to launch the steps, measured with
+tables have the second run; the first and the earlier ones are no longer in the file, only in its
+history in git. On the second run's host Python needed this long to launch the steps, measured with
 images too small to keep the device busy (`python benchmarks/launches.py`,
 `results/launches_gpu.json`):
 """
@@ -72,7 +75,7 @@ LABELS = {"pooled-floor": "floor, our pool"}
 Row = dict[str, Any]
 
 
-def page(document: Row, launched: list[Row], cpu: Row) -> str:
+def page(document: Row, launched: list[Row], cpu: Row, explained: Row) -> str:
     rows = document["measurements"]
     parts = [TEXT.format(runs="\n".join(map(origin, document["runs"])))]
     if not all("profiler" in run for run in document["runs"]):
@@ -87,7 +90,7 @@ def page(document: Row, launched: list[Row], cpu: Row) -> str:
                 parts += table(arch, task, chosen)
     parts += exponents(rows) + growth(rows) + explanations(rows)
     parts.append("![Time of a training step](pictures/speed.png)\n")
-    parts += processor(cpu)
+    parts += processor(cpu) + explained_on_processor(explained)
     return "\n".join(parts)
 
 
@@ -193,9 +196,9 @@ def processor(document: Row) -> list[str]:
         "From `results/speed_cpu.json`: "
         f"`{run['command']}` on one {run['device']}, {run['dtype']}, "
         f"{run['memory_format'].replace('_', ' ')}, torch {run['torch']}, "
-        f"commit {run['commit']}. These machines are noisy: four earlier runs gave ours 1.13, "
-        "1.13, 1.08 and 1.08 of the conventional network's time for inference, one of them 1.03 "
-        "for a training step.\n",
+        f"commit {run['commit']}. These machines are noisy: four earlier runs (not all of them kept) "
+        "gave ours 1.13, 1.13, 1.08 and 1.08 of the conventional network's time for inference, one "
+        "of them 1.03 for a training step.\n",
         "| | inference, ms | of the conventional's | training step, ms | of the conventional's |",
         "|---|---|---|---|---|",
     ]
@@ -204,6 +207,31 @@ def processor(document: Row) -> list[str]:
         cells = [f"{times[t]:.0f} | {times[t] / first[t]:.2f}" for t in ("inference", "training")]
         lines.append(f"| {way} | {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def explained_on_processor(document: Row) -> list[str]:
+    made, seconds = document["evidence"], document["median_seconds"]
+    ratio, goal = document["ratio"], document["goal"]
+    few, scale = made["peer_images_timed"], made["peer_time_scaled_by"]
+    verdict = "is reached" if ratio <= goal else "is missed"
+    return [
+        f"## Explanations on {made['threads']} CPU cores\n",
+        f"From `results/explain_cpu.json`: `{made['command']}` on one {made['cpu']}, torch "
+        f"{made['torch']}, commit {made['commit']}. {made['images']} images of {made['pixels']} "
+        f"pixels, {made['classes_each']} classes each, with one network of the same weights in "
+        f"both packages ({made['network']}): ours in one call, the peer one image and one class "
+        f"at a time. Medians of {made['repeats']} turns; the peer explained {few} images, and its "
+        f"time is {scale:g} times that. It also draws its pictures.\n",
+        "| | s | of the peer's |",
+        "|---|---|---|",
+        f"| peer | {seconds['peer']:.1f} | 1.00 |",
+        f"| ours | {seconds['ours']:.1f} | {ratio:.3f} |",
+        f"| ours, with pictures | {seconds['ours_with_pictures']:.1f} | "
+        f"{document['ratio_with_pictures']:.3f} |",
+        "",
+        f"Our goal, at most {goal:.3f} of the peer's time, {verdict}.",
+        "",
+    ]
 
 
 def explanations(rows: list[Row]) -> list[str]:
@@ -235,10 +263,12 @@ def plot(rows: list[Row]) -> Figure:
     chosen = [r for r in shown if r["mode"] == "eager"]
     chosen.sort(key=lambda r: (r["units"], list(COLOURS).index(r["way"])))
     captured = {(r["way"], r["units"]): r for r in shown if r["mode"] == "captured"}
+    first = next(r["run"] for r in chosen if r["way"] == "ours")
     figure = Figure(figsize=(7.5, 3.2), layout="constrained", facecolor="white")
     axis = figure.add_subplot()
     names = [
         f"{LABELS.get(r['way'], r['way'])}, {r['units']} unit{'s' * (r['units'] > 1)}"
+        + "*" * (r["run"] != first)
         for r in chosen
     ]
     places = range(len(chosen))
@@ -255,6 +285,8 @@ def plot(rows: list[Row]) -> Figure:
             note = "pale: waiting for the host; mark: captured"
     axis.set_yticks(places, names)
     axis.invert_yaxis()
+    if any(r["run"] != first for r in chosen):
+        note += "; *: earlier run"
     axis.set_xlabel(f"ms of a training step, ResNet-34 ({note})")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
@@ -262,10 +294,10 @@ def plot(rows: list[Row]) -> Figure:
 
 
 if __name__ == "__main__":
-    document, cpu, apart = (
+    document, cpu, apart, explained = (
         json.loads((ROOT / "results" / f"{name}.json").read_text())
-        for name in ("speed_gpu", "speed_cpu", "launches_gpu")
+        for name in ("speed_gpu", "speed_cpu", "launches_gpu", "explain_cpu")
     )
-    text = page(document, apart["launches"], cpu)
+    text = page(document, apart["launches"], cpu, explained)
     (ROOT / "docs" / "speed.md").write_text(text.rstrip() + "\n")
     plot(document["measurements"]).savefig(ROOT / "docs" / "pictures" / "speed.png", dpi=100)
