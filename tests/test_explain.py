@@ -607,6 +607,10 @@ def in_data_parallel(model):
     return nn.DataParallel(model)
 
 
+def averaged(model):
+    return torch.optim.swa_utils.AveragedModel(model)
+
+
 def compiled(model):
     return torch.compile(model, backend="eager")
 
@@ -622,12 +626,20 @@ def compiled_in_place(model):
     "wrap",
     [
         in_data_parallel,
+        averaged,
         compiled,
         compiled_in_place,
         lambda m: nn.DataParallel(compiled(m)),
         lambda m: compiled(nn.DataParallel(m)),
     ],
-    ids=["data parallel", "compiled", "compiled in place", "compiled within", "parallel within"],
+    ids=[
+        "data parallel",
+        "averaged",
+        "compiled",
+        "compiled in place",
+        "compiled within",
+        "parallel within",
+    ],
 )
 @pytest.mark.parametrize("make", [converted, bare])
 def test_wrapped_models_are_explained_as_what_they_wrap(make, wrap):
@@ -639,6 +651,18 @@ def test_wrapped_models_are_explained_as_what_they_wrap(make, wrap):
     model = wrap(make().to(device))
     assert_same(tb.explain(model, images), expected[0])
     assert_same(tb.explain(model, images, layer=layer, unit=1), expected[1])
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, lambda m: nn.ModuleDict({"0": m})])
+def test_a_model_within_an_unknown_module_is_refused(wrap):
+    outer = wrap(converted())
+    name = type(outer).__name__
+    with pytest.raises(
+        ValueError, match=rf"`model` \(a {name}\) is no BcosModel but holds one"
+    ) as error:
+        tb.explain(outer, pictures())
+    assert "model.get_submodule('0')" in str(error.value)
+    tb.explain(outer.get_submodule("0"), pictures())
 
 
 def test_a_compiled_model_that_ran_before_is_explained_as_well():

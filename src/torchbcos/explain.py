@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from torchbcos.encoding import begin_check_values, check_images, encode
 from torchbcos.explanation import Explanation
@@ -182,17 +183,28 @@ def rows_and_bias(
     return torch.stack(rows, 1), torch.stack(biases, 1)
 
 
+#: What holds a model as `module`, and computes what it computes.
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DataParallel, DistributedDataParallel and torch.compile's wrappers."""
+    """The model inside torch's wrappers: for many devices, for averages, of torch.compile."""
     while True:
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(
-            model, nn.DataParallel | nn.parallel.DistributedDataParallel
-        ):
+        if inner is None and isinstance(model, _WRAPPERS):
             inner = model.module
         if inner is None:
-            return model
+            break
         model = inner
+    if not isinstance(model, BcosModel):
+        for name, part in model.named_modules():
+            if isinstance(part, BcosModel):
+                raise ValueError(
+                    f"`model` (a {type(model).__name__}) is no BcosModel but holds one, and what "
+                    "it does with its images is not known: pass "
+                    f"model.get_submodule({name!r}) itself."
+                )
+    return model
 
 
 def network_input(model: nn.Module, images: Tensor) -> Tensor:
