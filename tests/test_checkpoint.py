@@ -143,6 +143,58 @@ def test_the_dtype_comes_back(dtype, path):
     assert torch.equal(again(images(dtype=dtype)), model(images(dtype=dtype)))
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_each_tensor_keeps_the_dtype_of_its_own(half, path):
+    model = own_model(norm="uncentred")
+    model.network.get_submodule("1").double()
+    with torch.no_grad():
+        model.train()(images())  # statistics that float32 does not hold
+    model.eval()
+    tb.save(model, path, half=half)
+    again = tb.load(path, module=own_module())
+    assert state(again) == state(model)
+    assert {v.dtype for v in again.state_dict().values()} >= {torch.float32, torch.float64}
+    if not half:
+        assert torch.equal(again(images()), model(images()))
+    assert all(torch.equal(v, w) for v, w in zip(model.buffers(), again.buffers(), strict=True))
+
+
+class Mixed(nn.Module):
+    """Its outputs depend on a buffer that `state_dict` does not list."""
+
+    def __init__(self, *, traceable=True):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 3)
+        self.register_buffer("mix", torch.randn(4, 4), persistent=False)
+        self.register_buffer("empty", None, persistent=False)
+        self.traceable = traceable
+
+    def forward(self, x):
+        x = self.conv(x).mean([2, 3])
+        if not self.traceable and x.mean() > 1e6:
+            return None
+        return self.fc(x @ self.mix)
+
+
+@pytest.mark.parametrize("traceable", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_buffers_that_are_not_persistent_come_back(traceable, dtype, path):
+    model = tb.convert(Mixed(traceable=traceable).to(dtype), input_size=16)
+    tb.calibrate(model, images(dtype=dtype)).eval()
+    tb.save(model, path)
+    again = tb.load(path, module=Mixed(traceable=traceable))
+    assert torch.equal(again(images(dtype=dtype)), model(images(dtype=dtype)))
+
+
+def test_files_without_such_buffers_are_read_with_the_module_s_own(path, monkeypatch):
+    module = Mixed()
+    model = tb.calibrate(tb.convert(module, input_size=16), images()).eval()
+    monkeypatch.setattr("torchbcos.checkpoint._unlisted", lambda _: [])
+    tb.save(model, path)
+    monkeypatch.undo()
+    assert torch.equal(tb.load(path, module=module)(images()), model(images()))
+
+
 def test_half_stores_rounded_weights_in_half_the_space(path):
     model, size = named("cifar9")
     tb.save(model, path)

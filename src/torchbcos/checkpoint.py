@@ -31,10 +31,7 @@ from torchbcos.released import is_released, load_released
 __all__ = ["CheckpointError", "default_name", "load", "save", "write_atomically"]
 
 FORMAT = 1
-_DTYPES = {
-    str(d).removeprefix("torch."): d
-    for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-}
+_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 ENCODING = "r,g,b,1-r,1-g,1-b"
 
 
@@ -65,10 +62,13 @@ def save(
     """
     path = Path(path)
     statistics = dict(model.named_buffers())  # few, and of any size: float16 may not hold them
+    listed = model.state_dict()
+    unlisted = {name: statistics[name] for name in _unlisted(model) if name in statistics}
     tensors = {
         name: _stored(value, half and name not in statistics)
-        for name, value in model.state_dict().items()
+        for name, value in {**listed, **unlisted}.items()
     }
+    usual = next(model.parameters()).dtype
     config = {
         "format": FORMAT,
         "version": __version__,
@@ -77,7 +77,12 @@ def save(
         "in_channels": model.in_channels,
         "input_size": list(model.input_size),
         "classes": list(model.classes) if model.classes is not None else None,
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "dtype": _name(usual),
+        "dtypes": {
+            name: _name(value.dtype)
+            for name, value in listed.items()
+            if value.is_floating_point() and value.dtype != usual
+        },
         "scaling": model.scaling,
         "temperature": model.temperature,
         "logit_bias": model.logit_bias,
@@ -132,6 +137,19 @@ def load(
         raise CheckpointError(
             f"`device` (={str(device)!r}) cannot be used: {_one_line(error).split('. ')[0]}."
         ) from error
+
+
+def _unlisted(model: nn.Module) -> list[str]:
+    """Buffers with `persistent=False`, which `state_dict` leaves out though outputs use them."""
+    return [
+        f"{module_name}.{name}".removeprefix(".")
+        for module_name, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    ]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _stored(value: Tensor, half: bool) -> Tensor:
@@ -238,7 +256,12 @@ def _rebuild(config: dict[str, Any], module: nn.Module | None, path: Path) -> Bc
 
 
 def _install(model: BcosModel, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    expected = {name: tuple(v.shape) for name, v in model.state_dict().items()}
+    model.to(_DTYPES[config["dtype"]])
+    for name in set(_unlisted(model)) & tensors.keys():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, tensors.pop(name))
+    state = model.state_dict(keep_vars=True)
+    expected = {name: tuple(v.shape) for name, v in state.items()}
     found = {name: tuple(v.shape) for name, v in tensors.items()}
     wrong = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n))
     layers = dict(model.bcos_layers())
@@ -248,7 +271,9 @@ def _install(model: BcosModel, config: dict[str, Any], tensors: dict[str, Tensor
             f"its weights do not fit the network: {len(wrong)} tensors differ, the first is {first}"
             f" (file {found.get(first)}, network {expected.get(first)})."
         )
-    model.to(_DTYPES[config["dtype"]]).load_state_dict(tensors)
+    for name, dtype in config.get("dtypes", {}).items():
+        state[name].data = state[name].data.to(_DTYPES[dtype])
+    model.load_state_dict(tensors)
     for name, layer in layers.items():
         layer.scale = float(config["scales"][name])
         layer.eps = float(config.get("eps", {}).get(name, 0))
