@@ -159,6 +159,22 @@ def test_a_layer_used_twice_is_set_by_its_first_use():
     assert rms(logits - model.logit_bias) == pytest.approx(LOGIT_RMS, **NEAR)
 
 
+def test_layers_called_by_keyword_are_seen():
+    class ByKeyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.fc(input=self.stem(input=x).mean([2, 3]))
+
+    model = tb.calibrate(tb.convert(ByKeyword(), input_size=16), images(4, 16))
+    found = tb.signal(model, images(4, 16))
+    assert [row.name for row in found.layers] == ["stem", "fc"]
+    assert [row.output for row in found.layers] == pytest.approx([1.0, 1.0], **NEAR)
+    assert found.layers[0].norm > 0
+
+
 def test_auxiliary_classifiers_are_calibrated_too():
     torch.manual_seed(0)
     model = tb.create_model("googlenet", num_classes=5).eval()

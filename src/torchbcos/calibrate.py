@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -166,9 +167,13 @@ def _watching(
     model: BcosModel, look: Callable[[BcosLayer, Tensor, Tensor], Tensor]
 ) -> Iterator[None]:
     """Each B-cos layer's output passes through `look` while this context lasts."""
+
+    def show(layer: BcosLayer, args: tuple[Any, ...], named: dict[str, Any], out: Tensor) -> Tensor:
+        return look(layer, args[0] if args else named["input"], out)
+
     with ExitStack() as stack:
         for _, layer in model.bcos_layers():
-            hook = layer.register_forward_hook(lambda m, args, out: look(m, args[0], out))
+            hook = layer.register_forward_hook(show, with_kwargs=True)
             stack.callback(hook.remove)
         yield
 
