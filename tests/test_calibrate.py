@@ -254,14 +254,27 @@ def test_a_calibration_that_fails_changes_nothing(spoil):
         hook.remove()
 
 
-def test_a_black_channel_does_not_stop_calibration():
+def test_a_black_layer_does_not_stop_calibration():
     """A layer that puts out nothing keeps γ = 1 rather than dividing by zero."""
+    model = mixed_model()
+    black = dict(model.bcos_layers())["layer4.0.conv2"]
+    with torch.no_grad():
+        black.weight.zero_()
+    tb.calibrate(model, images(2, 64))
+    assert black.scale == 1.0
+    logits, _ = outputs_of_layers(model, images(2, 64))
+    assert rms(logits - model.logit_bias) == pytest.approx(LOGIT_RMS, **NEAR)
+
+
+def test_a_network_that_puts_out_nothing_cannot_be_calibrated():
     model = make(9, 2.0)
     with torch.no_grad():
         next(iter(model.bcos_layers()))[1].weight.zero_()
-    tb.calibrate(model, images())
-    assert all(layer.scale == 1.0 for _, layer in model.bcos_layers())
-    assert torch.isfinite(model(images())).all()
+    before = state_of(model)
+    with pytest.raises(ValueError, match=r"outputs are all 0, .* torchbcos.signal\(model, images"):
+        tb.calibrate(model, images())
+    assert_same_state(model, before)
+    assert model.scaling == "none"
 
 
 def small_net():

@@ -76,10 +76,12 @@ def calibrate(
         with _watching(model, settle), _as_in_training(model):
             outputs = model.network(encode(images))
         first = outputs if isinstance(outputs, Tensor) else outputs[0]
-        if not torch.isfinite(first).all():
+        finite = bool(torch.isfinite(first).all())
+        if not finite or not first.any():
             raise ValueError(
-                "the network's outputs are not finite, so there is nothing to calibrate: look at "
-                "torchbcos.signal(model, images) for the layer where that begins."
+                f"the network's outputs are {'all 0' if finite else 'not finite'}, so there is "
+                "nothing to calibrate: look at torchbcos.signal(model, images) for the layer where "
+                "that begins."
             )
     except BaseException:
         for layer, scale in before.items():
