@@ -370,6 +370,17 @@ def test_a_functional_first_layer_takes_the_encoded_image():
     assert_complete(model)
 
 
+def test_constants_of_places_in_the_image_stay():
+    module = Whole(
+        lambda net, x: net.fc(net.stem(x + net.place).mean([2, 3])),
+        place=nn.Parameter(random(1, 1, SIZE, SIZE)),
+    )
+    model = convert(module)
+    assert became(model, "add") == ["offset added"]
+    e = assert_complete(model)
+    assert (e.bias - model.logit_bias).abs().min() > 0
+
+
 @pytest.mark.parametrize("first", [nn.Conv2d(WIDTH, WIDTH, 1), nn.Linear(WIDTH, 5)], ids=str)
 def test_layers_may_be_defined_in_any_order(first):
     class LastFirst(nn.Module):
@@ -422,6 +433,8 @@ MIXED = {
     "images rolled": (lambda net, x: x + x.roll(1), "`roll` at roll"),
     "images flipped": (lambda net, x: x.flip(0), "`flip` at flip"),
     "images counted up": (lambda net, x: x.cumsum(dim=-4), "`cumsum` at cumsum"),
+    "images in two halves": (lambda net, x: torch.cat(x.chunk(2)[::-1]), "`chunk` at chunk"),
+    "one image selected": (lambda net, x: x + x.select(0, 1), "`select` at select"),
     "one image": (lambda net, x: x + x[0], "`getitem` at getitem"),
     "number added where positions come first": (
         lambda net, x: (

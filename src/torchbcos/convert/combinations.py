@@ -45,7 +45,9 @@ def sum_of_two(r: Rewriter, node: fx.Node, _: Any) -> Value:
         if not minus:
             node.op, node.target = "call_function", functional.add
         return r.keep(node)
-    if r.is_normalisation(node):
+    if Kind.FACTOR in (r.value(a).kind, r.value(b).kind):
+        return r.keep(node)
+    if name_of(node) == "sub" and r.is_normalisation(node):
         return r.remove(node)
     if not _images_come_first(r, node):
         return r.as_factor(node)
@@ -101,12 +103,15 @@ def assignment(r: Rewriter, node: fx.Node, _: Any) -> Value:
 
 
 def along_dimensions(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    """Means, sums, rolls and flips: linear, but images must not mix."""
-    at = 2 if name_of(node) == "roll" else 1
-    names = [node.kwargs[n] for n in ("dim", "dims", "axis") if n in node.kwargs]
-    given: Any = node.args[at] if len(node.args) > at else names[0] if names else None
-    if name_of(node) == "flip" and isinstance(given, int):
+    """Means, rolls, pieces and the like: linear, but images must not mix."""
+    name = name_of(node)
+    at = 2 if name in ("roll", "chunk", "split", "tensorsplit") else 1
+    named = [node.kwargs[n] for n in ("dim", "dims", "axis") if n in node.kwargs]
+    given: Any = node.args[at] if len(node.args) > at else named[0] if named else None
+    if name == "flip" and isinstance(given, int):
         given = node.args[at:]
+    if given is None and name in ("chunk", "split", "tensorsplit", "unbind"):
+        given = 0
     dims = [given] if isinstance(given, int) else given
     if dims is None or (not isinstance(dims, fx.Node) and _is_batch(node.args[0], dims)):
         return r.as_factor(node)

@@ -158,8 +158,9 @@ class Rewriter:
     def is_normalisation(self, node: fx.Node) -> bool:
         """Whether constants of its own normalise each channel of the image: the encoding's part."""
         x, constant = node.args[:2]
-        is_tensor = isinstance(constant, fx.Node) and bool(constant.meta.get("shape"))
-        return self.value(x).raw and is_tensor and self.value(constant).kind is Kind.CONSTANT
+        if not isinstance(constant, fx.Node) or self.value(constant).kind is not Kind.CONSTANT:
+            return False
+        return self.value(x).raw and constant.meta.get("shape", ())[-2:] == (1, 1)
 
     def place(self, node: fx.Node) -> str:
         if node.op == "call_module":
@@ -218,9 +219,10 @@ class Rewriter:
         return Value(Kind.FACTOR, cause=cause, maker=node.name)
 
 
+_PAIRS = "add sub rsub mul multiply div divide matmul maximum minimum"
 #: For calls by keyword, the order of the arguments that the rules read.
 _ORDER: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys("add sub rsub mul multiply div divide matmul".split(), ("input", "other")),
+    **dict.fromkeys(_PAIRS.split(), ("input", "other")),
     **dict.fromkeys(["bmm", "mm"], ("input", "mat2")),
     **dict.fromkeys(["cat", "concat", "concatenate", "stack"], ("tensors", "dim")),
     "addcmul": ("input", "tensor1", "tensor2"),

@@ -63,13 +63,14 @@ DROPOUTS = frozenset(
 LINEAR = frozenset(
     "avgpool1d avgpool2d avgpool3d adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d "
     "neg cat concat stack flatten unflatten view reshape permute transpose t squeeze "
-    "unsqueeze contiguous chunk split tensorsplit unbind getitem narrow select expand "
+    "unsqueeze contiguous expand "
     "repeat clone to float half double movedim swapaxes swapdims interpolate "
     "upsample pixelshuffle pixelunshuffle channelshuffle unfold fold identity "
     "zeropad1d zeropad2d zeropad3d reflectionpad1d reflectionpad2d reflectionpad3d "
     "replicationpad1d replicationpad2d replicationpad3d circularpad1d circularpad2d circularpad3d "
     "upsamplingnearest2d upsamplingbilinear2d patchmergingpad".split()
 )
+ALONG = frozenset("mean sum cumsum roll flip chunk split tensorsplit unbind narrow select".split())
 NORMS = (
     nn.modules.batchnorm._NormBase,
     nn.LayerNorm,
@@ -279,7 +280,7 @@ _NAMED: dict[str, Rule] = _table(
     (["clamp", "clip", "clampmin", "clampmax"], _clamp),
     (["abs", "absolute", "max", "min", "amax", "amin", "maximum", "minimum"], selection),
     (["getitem"], item),
-    (["mean", "sum", "cumsum", "roll", "flip"], along_dimensions),
+    (ALONG, along_dimensions),
     (["normalize"], unit_length),
     (["assigned"], assignment),
     (["inceptionoutputs", "googlenetoutputs"], _named_tuple),
