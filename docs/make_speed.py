@@ -40,8 +40,8 @@ the floor without that part. *Peer* is the same network with the layers of the a
 `bcos` 0.1.3. Ratios are of times within one run. A row without one has no floor of its units and
 mode in its own run; where that is another run than the floor's, its time, other than its device
 time, may be from a host of another speed. The tables over B and over batches and sizes, and the
-plot (its peers are of an earlier run), are put together from several runs. Before anything is
-measured, the layers are compared with the reference in float64.
+plot (its marks and what has a star are of earlier runs), are put together from several runs.
+Before anything is measured, the layers are compared with the reference in float64.
 """
 PROFILED = """\
 In runs that do not say *profiler after all times* a case was profiled before the next was timed.
@@ -196,9 +196,9 @@ def processor(document: Row) -> list[str]:
         "From `results/speed_cpu.json`: "
         f"`{run['command']}` on one {run['device']}, {run['dtype']}, "
         f"{run['memory_format'].replace('_', ' ')}, torch {run['torch']}, "
-        f"commit {run['commit']}. These machines are noisy: four earlier runs (not all of them kept) "
-        "gave ours 1.13, 1.13, 1.08 and 1.08 of the conventional network's time for inference, one "
-        "of them 1.03 for a training step.\n",
+        f"commit {run['commit']}. These machines are noisy: four earlier runs (not all "
+        "of them kept) gave ours 1.13, 1.13, 1.08 and 1.08 of the conventional network's time for "
+        "inference, one of them 1.03 for a training step.\n",
         "| | inference, ms | of the conventional's | training step, ms | of the conventional's |",
         "|---|---|---|---|---|",
     ]
@@ -278,16 +278,18 @@ def plot(rows: list[Row]) -> Figure:
         [r["busy_milliseconds"] for r in chosen],
         color=[COLOURS[r["way"]] for r in chosen],
     )
-    note = "pale: waiting for the host"
+    notes = ["pale: waiting for the host"]
     for place, r in zip(places, chosen, strict=True):
         if graph := captured.get((r["way"], r["units"])):
             axis.plot(graph["milliseconds"], place, "|", color="black", markersize=12)
-            note = "pale: waiting for the host; mark: captured"
+    if captured:
+        other = any(r["run"] != first for r in captured.values())
+        notes.append("mark: captured" + ", of an earlier run" * other)
     axis.set_yticks(places, names)
     axis.invert_yaxis()
     if any(r["run"] != first for r in chosen):
-        note += "; *: earlier run"
-    axis.set_xlabel(f"ms of a training step, ResNet-34 ({note})")
+        notes.append("*: of an earlier run")
+    axis.set_xlabel(f"ms of a training step, ResNet-34\n({'; '.join(notes)})")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     return figure
