@@ -80,7 +80,7 @@ def explanation_mode() -> Iterator[None]:
 
 
 def in_explanation_mode() -> bool:
-    """Whether this is run within `explanation_mode`; true for the calling thread alone."""
+    """Whether this runs within `explanation_mode`."""
     if _DYNAMO_READS_CONTEXTS or not torch.compiler.is_compiling():
         return _frozen.get()
     return _entered.times > 0
