@@ -246,6 +246,7 @@ def write_result(folder, name, accuracy, medians, **more):
         "what": e.what,
         "recipe": e.recipe,
         "accuracy": accuracy,
+        "loss": 0.2001,
         "images": 3925,
         "parameters": 6_889_856,
         "localisation": {"methods": methods},
@@ -311,6 +312,7 @@ def test_the_page_says_what_the_files_say(tmp_path, finished):
     assert methods["LIME"] == ["0.940", "–", "0.940", "20"]
     assert methods["GradCAM"] == ["–", "–", "0.930", "250"]
     words = section(page, "ResNet-34")
+    assert "RISE, Occlusion (B-cos, no norms); " in words  # not scored
     # LIME's 0.94 is compared with what ours has on the first 20 grids, 0.95.
     assert (
         "B-cos, no norms: ours has 0.920; on the same network it is above 2 of 2 post-hoc methods, "
@@ -325,8 +327,10 @@ def test_the_page_says_what_the_files_say(tmp_path, finished):
         "6.9 M", "91.52", "-0.48", "0.920", "8.0 M", "73.2",
     ]  # fmt: skip
     assert ablation["one unit, growth 32"][1] == "missing"
-    assert rows(page, "The bundled model")["accuracy, in float16"] == ["91.44 %"]
-    assert rows(page, "The bundled model")["file, in float16"] == ["13.0 MiB"]
+    bundled = rows(page, "The bundled model")
+    assert bundled["accuracy of the float16 weights, computed in float32"] == ["91.44 %"]
+    assert bundled["file, in float16"] == ["13.0 MiB"]
+    assert "accuracy before rounding, computed in float32" in bundled  # its loss is not the log's
     first = json.loads(finished.units_result.read_text())["layers"]["12"]["most_active"]
     assert rows(page, "`12`: 48 units of 2×2 positions").keys() >= first.keys()
     again = "same settings and seed, resnet34-conventional had 91.50 %, from which the better"
@@ -344,7 +348,9 @@ def test_the_page_says_what_the_files_say(tmp_path, finished):
 
 def test_a_page_of_little(tmp_path):
     write_result(tmp_path, "densenet121-one-unit", 0.9, {})
-    assert [p.name for p in write_page(tmp_path, tmp_path / "docs")] == ["imagenette.md"]
+    assert [p.name for p in write_page(tmp_path, tmp_path / "docs")] == [
+        "imagenette.md", "imagenette-loss.png",
+    ]  # fmt: skip
     page = (tmp_path / "docs" / "imagenette.md").read_text()
     assert rows(page, "Units and growth")["one unit, growth 32"][1] == "90.00"
     assert "Missing." in section(page, "Inner units")

@@ -210,6 +210,9 @@ def test_box_plots_show_quartiles_and_means():
     assert [t.get_text() for t in axis.get_xticklabels()] == ["Ours", "IxG"]
     box = axis.patches[1].get_path().vertices[:, 1]
     assert (box.min(), box.max()) == pytest.approx((0.125, 0.375))
+    assert axis.lines[-2].get_ydata().tolist() == pytest.approx([0.5, 0.25])
+    given = plots.score_boxes({"one": {"Ours": scores}}, means={"one": {"Ours": 0.51}})
+    assert given.axes[0].lines[-1].get_ydata() == [0.51]
     with pytest.raises(ValueError, match="at least one"):
         plots.score_boxes({})
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchbcos.checkpoint import write_atomically
-from torchbcos.plots import accuracy_and_localisation, score_boxes
+from torchbcos.plots import APART, INK, LineStyle, accuracy_and_localisation, score_boxes
 from torchbcos.reproduce.cifar10 import EXPERIMENTS, SEEDS
 from torchbcos.reproduce.results import Result, Results, read_results
 from torchbcos.reproduce.tables import (
@@ -20,6 +20,7 @@ from torchbcos.reproduce.tables import (
     accuracy,
     draw,
     evidence,
+    listed,
     loss_curves,
     minutes,
     remarks,
@@ -56,7 +57,7 @@ def write_page(results: Path, docs: Path) -> list[Path]:
         _post_hoc(found, shown),
         _others(found),
         tries(results, EXPERIMENTS, partial(_score, method="ours")),
-        _losses(shown),
+        _losses(found, shown),
         evidence(found),
     ]
     page = docs / "cifar10.md"
@@ -129,7 +130,7 @@ def _fig_4(found: Results, shown: set[str]) -> str:
         )
     means = ", ".join(f"{score:.3f}" for _, score in points)
     exponents = ", ".join(f"{b:g}" for b, _ in points)
-    trend = f"not from B = {'; '.join(falls)}" if falls else "it rises at every step"
+    trend = "it rises with B" + (f", except from {' and '.join(falls)}" if falls else "")
     parts.append(
         f"MaxOut, B = {exponents}: localisation {means}; {trend}. Boxes are quartiles of all "
         "cells' scores, whiskers 5 % to 95 %, dots means."
@@ -228,9 +229,10 @@ def _verdict(methods: Mapping[str, Mapping[str, Any]]) -> str:
     if not fewer:
         return words
     return (
-        f"{words} On the first {ours['first']} grids alone, those of the most confident images, "
-        f"where ours has {ours['mean_of_first']:.3f}: {', '.join(fewer)}, which perturb images and "
-        "are slow. Their maps are not smoothed, as in the paper."
+        f"{words} {listed(fewer)} {'are slow and were' if fewer[1:] else 'is slow and was'} scored "
+        f"on the first {ours['first']} grids only, those of the most confident images, where ours "
+        f"has {ours['mean_of_first']:.3f}. Maps of methods that perturb images are not smoothed, "
+        "as in the paper."
     )
 
 
@@ -246,10 +248,19 @@ def _others(found: Results) -> str:
     return "\n\n".join(["## Other networks", table(header, rows)])
 
 
-def _losses(shown: set[str]) -> str:
+def _losses(found: Results, shown: set[str]) -> str:
     picture = "![Loss over the epochs](pictures/cifar10-loss.png)"
-    words = picture if "cifar10-loss.png" in shown else "Missing."
-    return "\n\n".join(["## Loss curves", words])
+    if "cifar10-loss.png" not in shown:
+        return "\n\n".join(["## Loss curves", "Missing."])
+    parts = ["## Loss curves", picture]
+    best = found.get("best")
+    if best is not None:
+        loss = best.document["curve"]["train_loss"][-1]
+        parts.append(
+            f"`best` ends at {loss:.2f} on training images because CutMix and RandAugment make "
+            "them harder."
+        )
+    return "\n\n".join(parts)
 
 
 # The plots.
@@ -268,24 +279,28 @@ def _over_b(found: Results) -> Figure | None:
         for r in _by_b(found)
         if "ours" in r.methods
     ]
-    return accuracy_and_localisation(points) if len(points) > 1 else None
+    means = {r.b: r.ours for r in _by_b(found) if r.ours is not None}
+    return accuracy_and_localisation(points, means=means) if len(points) > 1 else None
 
 
 def _method_boxes(found: Results) -> Figure | None:
-    panels = {}
+    panels, means = {}, {}
     for name, title in (("maxout-b2", "B-cos, B = 2"), ("conventional", "conventional")):
         r = found.get(name)
         if r is not None and len(r.methods) > 1:
             title = f"{title}, {r.accuracy:.1f} % accurate"
             panels[title] = {m["label"]: np.array(m["percentiles"]) for m in r.methods.values()}
-    return score_boxes(panels, chance=1 / 9) if panels else None
+            means[title] = {m["label"]: m["mean"] for m in r.methods.values()}
+    return score_boxes(panels, means=means, chance=1 / 9) if panels else None
 
 
 def _loss_curves(found: Results) -> Figure | None:
-    chosen = ("conventional", "best")
-    return loss_curves({
-        name: r for name, r in found.items() if r.experiment.paper is not None or name in chosen
-    })  # fmt: skip
+    """MaxOut networks in a colour for each B, the others in black, each in another style."""
+    looks: dict[str, tuple[str, LineStyle]]
+    looks = {n: (INK, s) for n, s in (("plain-b2", "--"), ("conventional", ":"), ("best", "-."))}
+    by_b = [e.name for e in EXPERIMENTS.values() if e.paper is not None and e.name not in looks]
+    looks |= {name: (colour, "-") for name, colour in zip(by_b, APART, strict=True)}
+    return loss_curves({name: r for name, r in found.items() if name in looks}, looks)
 
 
 # Cells.

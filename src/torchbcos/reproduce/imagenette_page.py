@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from torchbcos.checkpoint import write_atomically
-from torchbcos.plots import score_boxes
+from torchbcos.posthoc import METHODS
 from torchbcos.reproduce.imagenette import ARCHITECTURES, EXPERIMENTS
+from torchbcos.reproduce.imagenette_plots import KINDS, draw_figures, more_accurate_first
 from torchbcos.reproduce.results import (
     Result,
     Results,
@@ -25,22 +24,17 @@ from torchbcos.reproduce.tables import (
     accuracy,
     draw,
     evidence,
-    loss_curves,
+    listed,
     minutes,
     remarks,
     table,
     tries,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 __all__ = ["write_page"]
 
 NEAR = 1.0  # points of accuracy that a B-cos network may lose
 HIGH = 0.9  # a good median of localisation
-#: How the name of an experiment ends, and what such a network is called.
-_KINDS = {"": "B-cos, no norms", "-norm": "B-cos, norms", "-conventional": "conventional"}
 #: Tab. B1: millions of parameters and accuracy on ImageNet.
 _ABLATION = {
     "densenet121-one-unit": ("one unit, growth 32", 7.9, 72.6),
@@ -53,9 +47,7 @@ _ABLATION = {
 def write_page(results: Path, docs: Path) -> list[Path]:
     """Write docs/imagenette.md and its plots from results/*.json; return what was written."""
     found = read_results(results, EXPERIMENTS)
-    figures = {f"imagenette{end or '-no-norm'}.png": _boxes(found, end) for end in _KINDS}
-    main = {name: r for name, r in found.items() if r.experiment.compared}
-    written = draw({**figures, "imagenette-loss.png": loss_curves(main)}, docs / "pictures")
+    written = draw(draw_figures(found), docs / "pictures")
     shown = {path.name for path in written}
     units = results / "neurons.json"
     sections = [
@@ -75,12 +67,6 @@ def write_page(results: Path, docs: Path) -> list[Path]:
     return [page, *written]
 
 
-def _bcos(found: Results, arch: str) -> list[Result]:
-    """The B-cos networks of an architecture, the more accurate first."""
-    both = [found[arch + end] for end in ("", "-norm") if arch + end in found]
-    return sorted(both, key=lambda r: -r.accuracy)
-
-
 # The sections.
 
 
@@ -93,9 +79,9 @@ def _head(found: Results, results: Path) -> str:
         "at 224×224 pixels (for Inception-v3 enlarged to 299). On it the four architectures of the "
         "paper's Tab. 2 are trained from scratch, each as it was (conventional), as a B-cos "
         "network without norms and with B = 2, as the paper has it, and as one with uncentred "
-        "batch norms, which are dynamic-linear as well, and B = 2.5; with the same data, "
-        "augmentation and epochs. Beside them stand the paper's numbers for ImageNet, which is "
-        "another and harder task.",
+        "batch norms, which are dynamic-linear as well, and B = 2.5; the three of an architecture "
+        "with the same data, augmentation and epochs. Beside them stand the paper's numbers for "
+        "ImageNet, which is another and harder task.",
         "",
         "```",
         "torchbcos reproduce imagenette --data data/imagenette --out out/imagenette --jobs 4",
@@ -107,7 +93,7 @@ def _head(found: Results, results: Path) -> str:
         "a map's positive contributions that lies in the cell of the explained class, in "
         "grids of 3×3 images of different classes at their own resolution (672 pixels; "
         "Inception-v3: 897), with maps smoothed 15×15; chance is 0.111."
-        + (f" Methods were scored on {_either(map(str, grids))} grids." if grids else ""),
+        + (f" Methods were scored on {listed(map(str, grids), 'or')} grids." if grids else ""),
         *remarks(found, EXPERIMENTS),
     ]
     return "\n".join(lines)
@@ -121,7 +107,7 @@ def _accuracies(found: Results, repeats: Sequence[Result]) -> str:
         for r in both:
             cells += [accuracy(r), _difference(r, base)]
         if base and any(both):
-            better[title] = _bcos(found, arch)[0].accuracy - base.accuracy
+            better[title] = more_accurate_first(found, arch)[0].accuracy - base.accuracy
         off = f"{paper_bcos - paper_conventional:+.1f}"
         rows.append([*cells, f"{paper_conventional}", f"{paper_bcos}", off])
     header = [
@@ -143,7 +129,7 @@ def _accuracies(found: Results, repeats: Sequence[Result]) -> str:
         if "ours" in again.methods:
             words += f" and a median grid score of {_median(again, 'ours')} for ours"
         if name != arch and any(found.get(arch + end) for end in ("", "-norm")):
-            apart = _bcos(found, arch)[0].accuracy - again.accuracy
+            apart = more_accurate_first(found, arch)[0].accuracy - again.accuracy
             words += f", from which the better B-cos network differs by {apart:+.2f}"
         parts.append(f"{words}.")
     networks = [r for name, r in found.items() if not name.endswith("-conventional")]
@@ -166,12 +152,21 @@ def _localisation(found: Results, shown: set[str]) -> str:
         "ones, which are those of the most confident images; in brackets is what ours has on these "
         "alone. Maps of methods that perturb images are not smoothed, as in the paper.",
     ]
-    for end, kind in _KINDS.items():
+    drawn = False
+    for end, kind in KINDS.items():
         name = f"imagenette{end or '-no-norm'}.png"
         if name in shown:
             parts.append(f"![Localisation of every method, {kind}](pictures/{name})")
+            drawn = True
+    if drawn:
+        parts.append(
+            "Boxes are quartiles of all cells' scores, whiskers 5 % to 95 %, dots means, the "
+            "dashed line chance; a star marks methods that were scored on fewer grids than others. "
+            "Beside the conventional networks stands ours of a B-cos network: of the more accurate "
+            "one of the two, if ours was scored there."
+        )
     for arch, (title, _, _) in ARCHITECTURES.items():
-        networks = {end: found.get(arch + end) for end in _KINDS}
+        networks = {end: found.get(arch + end) for end in KINDS}
         labels: dict[str, str] = {}
         for r in filter(None, networks.values()):
             labels |= {key: m["label"] for key, m in r.methods.items()}
@@ -183,11 +178,27 @@ def _localisation(found: Results, shown: set[str]) -> str:
             [label, *(_median(r, key) for r in networks.values()), _grids(networks, key)]
             for key, label in sorted(labels.items(), key=lambda pair: method_rank(pair[0]))
         ]
-        parts.append(table(["method", *_KINDS.values(), "grids"], rows))
+        parts.append(table(["method", *KINDS.values(), "grids"], rows))
+        parts.append(_unscored(networks))
         verdict = " ".join(_verdicts(networks))
         if verdict:
             parts.append(verdict)
     return "\n\n".join(parts)
+
+
+def _unscored(networks: Mapping[str, Result | None]) -> str:
+    """Which methods a dash in the table, or no row, stands for."""
+    each = []
+    for end, r in networks.items():
+        if r is None:
+            continue
+        suitable = [m for m in METHODS.values() if end != "-conventional" or not m.inherent]
+        labels = [m.label for m in suitable if m.name not in r.methods]
+        if labels:
+            named = "all methods" if len(labels) == len(suitable) else ", ".join(labels)
+            each.append(f"{named} ({KINDS[end]})")
+    words = "–: not applicable, or not scored."
+    return f"{words} Not scored: {'; '.join(each)}." if each else words
 
 
 def _verdicts(networks: Mapping[str, Result | None]) -> Iterator[str]:
@@ -198,7 +209,7 @@ def _verdicts(networks: Mapping[str, Result | None]) -> Iterator[str]:
         if r is None or "ours" not in r.methods:
             continue
         median = r.methods["ours"]["quartiles"][1]
-        words = f"{_KINDS[end]}: ours has {median:.3f}"
+        words = f"{KINDS[end]}: ours has {median:.3f}"
         words += "" if median >= HIGH else f", below {HIGH}"
         for where, other in (("the same network", r), ("the conventional one", conventional)):
             leads = _leads(r, other) if other is not None else {}
@@ -292,8 +303,8 @@ def _bundled(r: Result | None) -> str:
         ["network", ", ".join([config["arch"], *options])],
         ["parameters", f"{r.document['parameters'] / 1e6:.2f} M"],
         ["file, in float16", f"{d['bytes'] / 2**20:.1f} MiB"],
-        ["accuracy, in float16", f"{100 * d['accuracy']:.2f} %"],
-        ["accuracy, in float32", f"{r.accuracy:.2f} %"],
+        [f"accuracy before rounding, computed in {_computed_in(r)}", f"{r.accuracy:.2f} %"],
+        ["accuracy of the float16 weights, computed in float32", f"{100 * d['accuracy']:.2f} %"],
         ["localisation, median", _median(r, "ours")],
         ["training", minutes(r)],
     ]
@@ -301,20 +312,34 @@ def _bundled(r: Result | None) -> str:
     return "\n\n".join([*parts, table([f"`{d['name']}`", ""], rows), command])
 
 
+def _computed_in(r: Result) -> str:
+    """A result that was put together from the log has the accuracy in the training's precision."""
+    logged = r.document["curve"]["test_loss"][-1] == float(f"{r.document['loss']:.5g}")
+    half = r.document["config"].get("precision") == "bf16-mixed"
+    return "bfloat16" if logged and half else "float32"
+
+
 def _losses(shown: set[str]) -> str:
+    if "imagenette-loss.png" not in shown:
+        return "\n\n".join(["## Loss curves", "Missing."])
     picture = "![Loss over the epochs](pictures/imagenette-loss.png)"
-    words = picture if "imagenette-loss.png" in shown else "Missing."
-    return "\n\n".join(["## Loss curves", words])
+    words = (
+        "A colour for each architecture, a style for each kind of network; `small`, the bundled "
+        "model, is black."
+    )
+    return "\n\n".join(["## Loss curves", picture, words])
 
 
 def _limits() -> str:
     return "\n\n".join([
         "## What this shows, and what it does not",
-        "It shows how a B-cos network compares with the network it was converted from, where both "
-        "are trained in the same way on few photographs, and whether its own explanations localise "
-        "better than post-hoc ones. It does not show the paper's accuracies: ten classes that "
-        "differ in nearly everything are easier than a thousand that may differ in a detail, and "
-        "9,469 images are too few to learn what ImageNet's million teaches. Each number is one "
+        "It shows how a B-cos network compares with the network it was converted from on few "
+        "photographs, and whether its own explanations localise better than post-hoc ones. Within "
+        "an architecture recipes differ in the norms, B, the length of the weights and, for the "
+        "conventional VGG-11, the learning rate (2.5e-4 in place of 1e-3); Inception-v3 has other "
+        "sizes of images than the others. It does not show the paper's accuracies: ten classes "
+        "that differ in nearly everything are easier than a thousand that may differ in a detail, "
+        "and 9,469 images are too few to learn what ImageNet's million teaches. Each number is one "
         "seed; with 3,925 test images a difference of two accuracies near 91 % is uncertain by "
         "up to about ±1.3 points, so differences below that decide nothing by themselves. "
         "Imagenette has no third split: recipes were chosen by the same test images that are "
@@ -325,22 +350,7 @@ def _limits() -> str:
     ])  # fmt: skip
 
 
-# Plots and cells.
-
-
-def _boxes(found: Results, end: str) -> Figure | None:
-    """All methods on the networks of one kind; beside conventional ones stands ours (Fig. B2)."""
-    panels = {}
-    for arch, (title, _, _) in ARCHITECTURES.items():
-        r = found.get(arch + end)
-        if r is None or len(r.methods) < 2:
-            continue
-        drawn = {m["label"]: np.array(m["percentiles"]) for m in r.methods.values()}
-        ours = next((b.methods["ours"] for b in _bcos(found, arch) if "ours" in b.methods), None)
-        if end == "-conventional" and ours is not None:
-            drawn = {"Ours (B-cos)": np.array(ours["percentiles"]), **drawn}
-        panels[f"{title}, {_KINDS[end]}, {r.accuracy:.1f} % accurate"] = drawn
-    return score_boxes(panels, chance=1 / 9) if panels else None
+# Cells.
 
 
 def _median(r: Result | None, method: str) -> str:
@@ -362,8 +372,3 @@ def _grids(networks: Mapping[str, Result | None], method: str) -> str:
 
 def _difference(r: Result | None, base: Result | None) -> str:
     return f"{r.accuracy - base.accuracy:+.2f}" if r and base else ""
-
-
-def _either(words: Iterator[str]) -> str:
-    *others, last = words
-    return f"{', '.join(others)} or {last}" if others else last

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchbcos.checkpoint import write_atomically
-from torchbcos.plots import curves
+from torchbcos.plots import LineStyle, curves
 from torchbcos.reproduce.experiments import Experiment
 from torchbcos.reproduce.results import Result, Results, read_tries
 
@@ -20,6 +20,7 @@ __all__ = [
     "accuracy",
     "draw",
     "evidence",
+    "listed",
     "loss_curves",
     "minutes",
     "remarks",
@@ -54,6 +55,12 @@ def draw(figures: Mapping[str, Figure | None], pictures: Path) -> list[Path]:
             write_atomically(pictures / name, buffer.getvalue())
             written.append(pictures / name)
     return written
+
+
+def listed(words: Iterable[str], last: str = "and") -> str:
+    """As in "a, b and c"."""
+    *others, end = words
+    return f"{', '.join(others)} {last} {end}" if others else end
 
 
 def remarks(found: Results, experiments: Mapping[str, Experiment]) -> list[str]:
@@ -92,14 +99,14 @@ def tries(
     return "\n\n".join(["## How the recipes were found", words, table(header, rows)])
 
 
-def loss_curves(results: Results) -> Figure | None:
+def loss_curves(results: Results, looks: Mapping[str, tuple[str, LineStyle]]) -> Figure | None:
     titles = {"train_loss": "loss on training images", "test_loss": "loss on test images"}
     drawn = {name: r.document["curve"] for name, r in results.items()}
     panels = {
         title: {name: (curve["epoch"], curve[key]) for name, curve in drawn.items()}
         for key, title in titles.items()
     }
-    return curves(panels) if drawn else None
+    return curves(panels, looks) if drawn else None
 
 
 def evidence(found: Results) -> str:
@@ -126,7 +133,7 @@ def evidence(found: Results) -> str:
     )
     ran = "\n".join(["```", *commands, "```"])
     words = (
-        "Times are those of a process that shared the device with as many others as “side by side” "
-        "says. “source” is a digest of the package's code and recipes."
+        "“Side by side” is how many processes shared the device, this one included; times are "
+        "those of such a process. “Source” is a digest of the package's code and recipes."
     )
     return "\n\n".join(["## How it was made", table(header, rows), words, ran])
