@@ -1,5 +1,7 @@
 """The rule table case by case, the report, and W(x)·x + bias = every logit of what comes out."""
 
+import copy
+import itertools
 import math
 import warnings
 
@@ -308,7 +310,10 @@ UNCENTRED = [
     (nn.InstanceNorm2d(WIDTH, affine=True), norms.UncentredGroupNorm),
     (nn.InstanceNorm2d(WIDTH), norms.UncentredGroupNorm),
     (nn.LayerNorm([WIDTH, SIZE, SIZE]), norms.UncentredLayerNorm),
-    (nn.RMSNorm([SIZE]), norms.UncentredLayerNorm),
+    (nn.BatchNorm2d(WIDTH, affine=False), norms.UncentredBatchNorm2d),
+    (nn.BatchNorm2d(WIDTH, track_running_stats=False), norms.UncentredBatchNorm2d),
+    (nn.GroupNorm(2, WIDTH, affine=False), norms.UncentredGroupNorm),
+    (nn.LayerNorm([SIZE], elementwise_affine=False), norms.UncentredLayerNorm),
     (torchvision.models.convnext.LayerNorm2d(WIDTH), norms.UncentredPositionNorm),
     (timm.layers.LayerNorm2d(WIDTH), norms.UncentredPositionNorm),
     (timm.layers.LayerNormAct2d(WIDTH), norms.UncentredPositionNorm),
@@ -323,7 +328,31 @@ def test_with_uncentred_norms_each_norm_becomes_its_dynamic_linear_twin(part, ki
     assert became(model, "part") == [kind.__name__]
     assert norm.bias is None
     assert norm.eps == (getattr(part, "eps", None) or 1e-5)
+    assert (norm.weight is None) == (getattr(part, "weight", None) is None)
+    tracked = getattr(part, "running_var", None) is not None
+    assert (getattr(norm, "running_var", None) is not None) == tracked
     assert_complete(model)
+
+
+@pytest.mark.parametrize("part", [nn.RMSNorm(SIZE, eps=0.1), nn.RMSNorm(SIZE, None, False)])
+def test_a_root_mean_square_stays_what_it_is(part):
+    """It subtracts no mean: with its divisor held it is linear already."""
+    model = convert(Net(lambda net, x: net.part(x), part=part), norm="uncentred")
+    assert became(model, "part") == ["RMSNorm"]
+    assert type(model.network.part) is norms.RMSNorm
+    assert model.network.part.eps == part.eps
+    assert (model.network.part.weight is None) == (part.weight is None)
+    x = random(2, 3, SIZE).double()
+    assert_agrees(model.network.part(x), part.double()(x))
+    assert_complete(model)
+
+
+@pytest.mark.parametrize(("part", "_"), UNCENTRED, ids=lambda v: type(v).__name__)
+def test_uncentred_norms_are_of_the_type_and_on_the_device_of_the_original(part, _):
+    net = Net(lambda net, x: net.part(x), part=copy.deepcopy(part)).to("meta", torch.float64)
+    model = tb.convert(net, norm="uncentred", input_size=SIZE)
+    assert all(t.is_meta for t in itertools.chain(model.parameters(), model.buffers()))
+    assert {t.dtype for t in model.state_dict().values()} <= {torch.float64, torch.int64}
 
 
 def test_the_geometry_of_uncentred_norms_is_that_of_the_original():
@@ -520,6 +549,7 @@ LINEAR_MODULES = [
     nn.Identity(),
     nn.Upsample(scale_factor=2, mode="bilinear"),
     nn.ZeroPad2d(1),
+    nn.ConstantPad2d(1, 0.0),
     nn.ReflectionPad2d(1),
     nn.ReplicationPad2d(2),
     nn.CircularPad2d(1),
@@ -847,6 +877,11 @@ BREAKS = {
         lambda net, x: to_map(net.part(tokens(x))[0]),
         nn.LSTM(WIDTH, WIDTH, batch_first=True),
         "`LSTM` at part",
+    ),
+    "padding by a colour": (
+        lambda net, x: net.part(x),
+        nn.ConstantPad2d(1, 0.5),
+        "`ConstantPad2d` at part",
     ),
     "dilated max pool": (
         lambda net, x: net.part(x),
@@ -1209,6 +1244,8 @@ def test_a_norm_of_the_classifier_moves_with_it(norm, kind):
     assert type(model.network.norm) is kind
     assert isinstance(model.network.fc, tb.BcosConv2d)
     assert_complete(model)
+    wide = tb.convert(module.double(), norm="uncentred", input_size=SIZE)
+    assert {p.dtype for p in wide.parameters()} == {torch.float64}
 
 
 def test_a_squeeze_and_excite_is_no_classifier():

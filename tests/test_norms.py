@@ -111,11 +111,15 @@ CENTRED = [
     (norms.CentredGroupNorm, nn.GroupNorm, (2, 6), (2, 6, 3, 2)),
     (norms.CentredPositionNorm, lambda n, **k: nn.GroupNorm(1, n, **k), (5,), (2, 5)),
 ]
+RMS = [
+    (norms.RMSNorm, nn.RMSNorm, (5,), (2, 3, 5)),
+    (norms.RMSNorm, nn.RMSNorm, ((3, 5), 0.1), (2, 3, 5)),
+]
 
 
-@pytest.mark.parametrize(("ours", "torchs", "arguments", "shape"), CENTRED)
+@pytest.mark.parametrize(("ours", "torchs", "arguments", "shape"), CENTRED + RMS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_a_centred_norm_gives_what_torchs_own_gives(ours, torchs, arguments, shape, dtype):
+def test_a_norm_as_torch_has_it_gives_what_torchs_own_gives(ours, torchs, arguments, shape, dtype):
     twin = torchs(*arguments, dtype=torch.float64)
     with torch.no_grad():
         for seed, parameter in enumerate(twin.parameters()):
@@ -128,9 +132,10 @@ def test_a_centred_norm_gives_what_torchs_own_gives(ours, torchs, arguments, sha
     assert_agrees(out, twin(x.double()))
 
 
-@pytest.mark.parametrize(("ours", "_", "arguments", "shape"), CENTRED)
-def test_a_centred_norm_is_linear_in_explanation_mode(ours, _, arguments, shape):
-    norm = ours(*arguments, bias=False, dtype=torch.float64)
+@pytest.mark.parametrize(("ours", "_", "arguments", "shape"), CENTRED + RMS)
+def test_a_norm_as_torch_has_it_is_linear_in_explanation_mode(ours, _, arguments, shape):
+    without_bias = {} if ours is norms.RMSNorm else {"bias": False}
+    norm = ours(*arguments, **without_bias, dtype=torch.float64)
     x = random(9, *shape) + 2
     mix = random(3, *shape)
     out, by_x = gradients(norm, x, explain=True, weights=mix)
@@ -378,6 +383,7 @@ def test_meta_device(case):
         (norms.UncentredBatchNorm2d(4), (2, 3, 5, 5), r"\(2, 3, 5, 5\)\) must .* of size 4"),
         (norms.UncentredBatchNorm3d(4), (2, 4, 5, 5), r"\(2, 4, 5, 5\)\) must have 5 dimensions"),
         (norms.UncentredLayerNorm((3, 5)), (2, 5, 3), r"\(2, 5, 3\)\) must end in \(3, 5\)"),
+        (norms.RMSNorm(5), (5, 3), r"\(5, 3\)\) must end in \(5,\)"),
         (norms.UncentredGroupNorm(2, 4), (2, 6, 3), r"\(2, 6, 3\)\) must have 4 channels"),
         (norms.UncentredPositionNorm(4), (4,), r"\(4,\)\) must have 4 channels"),
     ],

@@ -4,7 +4,7 @@ Each takes the arguments of torch's own norm and keeps its state-dict keys. For 
 is x · (weight / deviation) + bias: a linear map and an offset. In explanation mode the deviation
 is held constant, running statistics are left alone, and the bias is accounted for as an offset;
 `bias=False` does without it. Three are `Centred`: a mean over values of the same image is linear
-in them, so that subtracting it is allowed, too.
+in them, so that subtracting it is allowed, too. `RMSNorm` is torch's, which subtracts none.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ __all__ = [
     "CentredGroupNorm",
     "CentredLayerNorm",
     "CentredPositionNorm",
+    "RMSNorm",
     "UncentredBatchNorm1d",
     "UncentredBatchNorm2d",
     "UncentredBatchNorm3d",
@@ -33,6 +34,11 @@ __all__ = [
 def _variance(x: Tensor, dims: Sequence[int]) -> Tensor:
     wide = x.to(accumulation_dtype(x.dtype))
     return wide.var(tuple(dims), correction=0, keepdim=True)
+
+
+def _check_end(input: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(input.shape[-len(shape) :]) != shape:
+        raise ValueError(f"`input` (shape {tuple(input.shape)}) must end in {shape}.")
 
 
 def _reset_affine(weight: Tensor | None, bias: Tensor | None) -> None:
@@ -163,8 +169,7 @@ class UncentredLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         shape = tuple(self.normalized_shape)
-        if tuple(input.shape[-len(shape) :]) != shape:
-            raise ValueError(f"`input` (shape {tuple(input.shape)}) must end in {shape}.")
+        _check_end(input, shape)
         dims = range(-len(shape), 0)
         centred_over = dims if self.centred else ()
         return _normalise(
@@ -276,3 +281,15 @@ class CentredPositionNorm(UncentredPositionNorm):
     """`UncentredPositionNorm` with the mean of each position subtracted."""
 
     centred = True
+
+
+class RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` as torch has it, for explanations: x / √(mean of x² + eps) · weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        shape = tuple(self.normalized_shape)
+        _check_end(input, shape)
+        wide = input.to(accumulation_dtype(input.dtype))
+        eps = torch.finfo(wide.dtype).eps if self.eps is None else self.eps
+        square = wide.square().mean(tuple(range(-len(shape), 0)), keepdim=True)
+        return _normalise(input, square, eps, self.weight, None, shape)

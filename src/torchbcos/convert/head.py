@@ -16,6 +16,7 @@ from torchbcos import norms
 from torchbcos.convert.rewriter import name_of
 from torchbcos.convert.trace import submodule
 from torchbcos.convert.tracers import class_key
+from torchbcos.convert.twins import device_and_dtype
 from torchbcos.layers import BcosConv2d, BcosLinear
 
 __all__ = ["move_heads"]
@@ -163,7 +164,11 @@ def _on_map(layer: nn.Module, window: tuple[int, int]) -> nn.Module:
             scale=layer.scale,
         )
     if isinstance(layer, norms.UncentredLayerNorm):
-        return norms.UncentredPositionNorm(layer.normalized_shape[0], layer.eps, bias=False)
+        channels, affine = layer.normalized_shape[0], layer.elementwise_affine
+        own = device_and_dtype(layer)
+        return norms.UncentredPositionNorm(channels, layer.eps, affine, bias=False, **own)
     if isinstance(layer, norms.UncentredBatchNorm1d):
-        return norms.UncentredBatchNorm2d(layer.num_features, layer.eps, layer.momentum, bias=False)
+        how = (layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+        own = device_and_dtype(layer)
+        return norms.UncentredBatchNorm2d(layer.num_features, *how, bias=False, **own)
     return layer

@@ -320,4 +320,6 @@ def rule_for(node: fx.Node, module: nn.Module | None) -> Rule:
         return _adaptive_max_pool
     if isinstance(module, nn.AvgPool2d):
         return _average_pool
+    if isinstance(module, nn.modules.padding._ConstantPadNd):
+        return _unknown if module.value else _keep
     return _keep if key in LINEAR else _unknown

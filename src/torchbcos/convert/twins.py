@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "bcos_convolution",
     "bcos_linear",
     "bcos_upsampling",
+    "device_and_dtype",
     "functional_twin",
     "uncentred_norm",
 ]
@@ -129,20 +131,37 @@ def average_pool(module: Any) -> nn.Module | None:
 def uncentred_norm(module: Any) -> nn.Module | None:
     """The dynamic-linear norm, without bias, in place of `module`; None where there is none."""
     eps = getattr(module, "eps", None) or 1e-5
+    affine = getattr(module, "affine", True)
+    own = device_and_dtype(module)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        if class_key(module).endswith("2d"):
-            return norms.UncentredPositionNorm(module.normalized_shape[0], eps, bias=False)
-        return norms.UncentredLayerNorm(list(module.normalized_shape), eps, bias=False)
+        shape, affine = list(module.normalized_shape), module.elementwise_affine
+        over_channels = class_key(module).endswith("2d")
+        if isinstance(module, nn.RMSNorm):
+            return None if over_channels else norms.RMSNorm(shape, module.eps, affine, **own)
+        if over_channels:
+            return norms.UncentredPositionNorm(shape[0], eps, affine, bias=False, **own)
+        return norms.UncentredLayerNorm(shape, eps, affine, bias=False, **own)
     if isinstance(module, nn.GroupNorm):
-        return norms.UncentredGroupNorm(module.num_groups, module.num_channels, eps, bias=False)
+        groups, channels = module.num_groups, module.num_channels
+        return norms.UncentredGroupNorm(groups, channels, eps, affine, bias=False, **own)
     if isinstance(module, nn.modules.instancenorm._InstanceNorm):
         channels = module.num_features
-        return norms.UncentredGroupNorm(channels, channels, eps, module.affine, bias=False)
+        return norms.UncentredGroupNorm(channels, channels, eps, affine, bias=False, **own)
     if isinstance(module, nn.modules.batchnorm._BatchNorm) or hasattr(module, "running_var"):
         dims = next((d for d in (1, 3) if f"{d}d" in type(module).__name__), 2)
+        channels = getattr(module, "num_features", None) or module.running_var.numel()
         momentum = getattr(module, "momentum", 0.1)
-        return _BATCH_NORM[dims](module.weight.numel(), eps, momentum, bias=False)
+        tracks = getattr(module, "track_running_stats", True)
+        return _BATCH_NORM[dims](channels, eps, momentum, affine, tracks, bias=False, **own)
     return None
+
+
+def device_and_dtype(module: nn.Module) -> dict[str, Any]:
+    """Of the module's tensors; of none, torch's defaults."""
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        if tensor.is_floating_point():
+            return {"device": tensor.device, "dtype": tensor.dtype}
+    return {}
 
 
 #: Modules that are attention, whole: torch's by class, torchvision's by name.
