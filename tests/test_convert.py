@@ -1,8 +1,10 @@
 """The rule table case by case, the report, and W(x)·x + bias = every logit of what comes out."""
 
 import copy
+import io
 import itertools
 import math
+import pickle
 import warnings
 
 import pytest
@@ -1253,6 +1255,22 @@ def test_a_squeeze_and_excite_is_no_classifier():
     assert [name for name, _ in model.bcos_layers() if became(model, name)[0] != "BcosConv2d"] == [
         "fc"
     ]
+
+
+def test_a_pickle_is_refused_with_the_remedy_and_a_copy_is_exact():
+    """Torch would trace the network anew from it, in which held factors are lost."""
+    model = convert(Net(GATES["squeeze-and-excite"][0], **gate_parts()))
+    for write in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        for thing in (model, model.network):
+            with pytest.raises(TypeError, match=r"torchbcos\.save .* copy\.deepcopy\.$"):
+                write(thing)
+    again = copy.deepcopy(copy.deepcopy(model))
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(again)
+    e, f = (assert_complete(m) for m in (model, again))
+    assert torch.equal(e.outputs, f.outputs)
+    assert torch.equal(e.weights, f.weights)
+    torch.save(model.state_dict(), io.BytesIO())
 
 
 # Untraceable networks.

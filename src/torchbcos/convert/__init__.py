@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Never
 
 from torch import fx, nn
 from torch.fx.graph import CodeGen
@@ -187,7 +187,7 @@ def _by_graph(
                 "number of channels, and all layers that see the image get twice as many."
             ) from error
     _check_shapes(gm, rewriter, before, channels * (2 if image.raw else 1), used_size)
-    gm = fx.GraphModule(gm, gm.graph, class_name=type(module).__name__)  # without unused parameters
+    gm = _Network(gm, gm.graph, class_name=type(module).__name__)  # without unused parameters
     return copy.deepcopy(gm), used_size, rewriter  # shares nothing with `module`
 
 
@@ -238,6 +238,15 @@ def _check_shapes(
                 f"{name} cannot be converted: {rewriter.place(node)} would give {list(now[1:])} in "
                 f"place of {list(was[1:])}, so it does more than others of its kind: replace it."
             )
+
+
+class _Network(fx.GraphModule):
+    def __reduce__(self) -> Never:
+        """From a pickle torch would trace it anew, and lose what is held in explanations."""
+        raise TypeError(
+            "a converted network cannot be pickled: write the model with torchbcos.save and read "
+            "it with torchbcos.load, or copy it with copy.deepcopy."
+        )
 
 
 class _TrainingOnly(CodeGen):
