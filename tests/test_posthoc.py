@@ -127,17 +127,87 @@ def test_guided_gradcam_equals_captums_and_a_layer_can_be_named(conventional, im
         assert_same(posthoc.guided_gradcam(conventional, images, TARGETS, layer=layer), expected)
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "densenet121", "squeezenet1_1"])
+@pytest.mark.parametrize("arch", ["resnet18", "densenet121", "squeezenet1_1", "vgg11"])
 def test_the_head_of_a_network_begins_after_its_last_features(arch):
     expected = {
-        "resnet18": ("layer4.1.relu", 1),  # the second of two uses
-        "densenet121": ("features.norm5", 0),
-        "squeezenet1_1": ("classifier.1", 0),
+        "resnet18": "avgpool",
+        "densenet121": None,  # the pool is a function
+        "squeezenet1_1": "classifier.1",  # a 1×1 classifier
+        "vgg11": "avgpool",  # to 7×7, before the function that flattens
     }[arch]
     network = torchvision.models.get_model(arch, num_classes=3).eval()
     head = find_head(network, torch.rand(1, 3, 64, 64))
-    assert (head.layer, head.call) == expected
-    assert head.side == ("input" if arch == "squeezenet1_1" else "output")  # a 1×1 classifier
+    assert (head.layer, head.side, head.call) == (expected, "input", 0)
+
+
+class Branches(nn.Module):
+    """Two branches side by side; a pool that is a module or a function; a classifier."""
+
+    def __init__(self, join, function):
+        super().__init__()
+        self.left, self.right = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(3, 6, 3, padding=1)
+        self.join = join
+        self.pool = torch.nn.functional.adaptive_avg_pool2d if function else _Pool()
+        self.classify = nn.Linear(12 if join is torch.cat else 6, 4)
+
+    def features(self, x):
+        return self.join([self.left(x).relu(), self.right(x).relu()], 1)
+
+    def forward(self, x):
+        return self.classify(torch.flatten(self.pool(self.features(x), 1), 1))
+
+
+class _Pool(nn.AdaptiveAvgPool2d):
+    def __init__(self):
+        super().__init__(1)
+
+    def forward(self, x, _=1):
+        return super().forward(x)
+
+
+def add(parts, _):
+    return parts[0] + parts[1]
+
+
+@pytest.mark.parametrize("function", [False, True])
+@pytest.mark.parametrize("join", [torch.cat, add])
+def test_gradcam_sees_all_branches_before_the_pool(join, function, images):
+    torch.manual_seed(3)
+    network = Branches(join, function).eval()
+    features = network.features(images).detach().requires_grad_()
+    logits = network.classify(features.mean((2, 3)))
+    expected = []
+    for column in logits.gather(1, TARGETS).unbind(1):
+        (gradient,) = torch.autograd.grad(column.sum(), features, retain_graph=True)
+        expected.append((gradient.mean((2, 3), keepdim=True) * features).sum(1).relu())
+    found = posthoc.gradcam(network, images, TARGETS)
+    assert_same(found, torch.stack(expected, 1).detach())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
+
+
+@pytest.mark.parametrize("function", [False, True])
+@pytest.mark.parametrize("join", [torch.cat, add])
+def test_gradcam_sees_all_branches_of_a_bcos_network_that_classifies_after_the_pool(
+    join, function, images
+):
+    torch.manual_seed(3)
+    model = tb.calibrate(tb.convert(Branches(join, function), head="pool"), images).eval()
+    classifier = [m for _, m in model.bcos_layers()][-1]
+    seen = []
+    hook = classifier.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    model(images)
+    hook.remove()
+    head = find_head(model.network, encode(images))
+    with head.watched(model.network) as features:
+        model(images)
+    pooled = features[0].mean((2, 3))
+    torch.testing.assert_close(pooled, seen[0].flatten(1))
+
+
+def test_a_network_without_features_has_no_head(images):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIZE * SIZE, 4)).eval()
+    with pytest.raises(ValueError, match="GradCAM and DiPart need one"):
+        posthoc.gradcam(network, images, TARGETS)
 
 
 def test_a_whole_block_can_be_named_for_gradcam(images):
