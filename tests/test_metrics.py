@@ -186,9 +186,17 @@ def test_difull_sees_each_cell_alone(model):
     with torch.no_grad():
         picked = cut(compose(cells, 2)).gather(1, targets)
         torch.testing.assert_close(picked.flatten(), model(cells)[range(8), classes.flatten()])
-    for method in (posthoc.grad, posthoc.deeplift, posthoc.guided_backprop):
+    methods = ("grad", "deeplift", "guided_backprop", "gradcam", "guided_gradcam")
+    for method in map(posthoc.METHODS.__getitem__, methods):
         maps = method(cut, compose(cells, 2), targets)
-        assert torch.allclose(score_cells(maps.abs(), 2), torch.ones(1, dtype=torch.float64))
+        assert maps.any()
+        outside = [maps[:, k].unflatten(-2, (2, -1)).unflatten(-1, (2, -1)) for k in range(4)]
+        for k, by_cell in enumerate(outside):  # [G, 2, h, 2, w]
+            by_cell[:, k // 2, :, k % 2] = 0
+            assert not by_cell.any()
+    alone = posthoc.gradcam(model, cells, classes.view(8, 1))
+    maps = posthoc.gradcam(cut, compose(cells, 2), targets)
+    torch.testing.assert_close(maps.sum(1, keepdim=True), compose(alone, 2))
 
 
 def test_dipart_confines_the_head_but_not_the_features(model):
@@ -215,6 +223,51 @@ def test_dipart_confines_the_head_but_not_the_features(model):
     classes = torch.tensor([[0, 3, 2, 1], [4, 0, 1, 2]])
     maps = posthoc.grad(cut, grids, cell_targets(classes, 5)).abs()
     assert (score_cells(maps, 2) < 1).all()  # the neighbours are seen at the border
+
+
+class TwoBranches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(3, 6, 3, padding=1)
+        self.classify = nn.Linear(12, 5)
+
+    def features(self, x):
+        return torch.cat([self.left(x).relu(), self.right(x).relu()], 1)
+
+    def forward(self, x):
+        return self.classify(nn.functional.adaptive_avg_pool2d(self.features(x), 1).flatten(1))
+
+
+@pytest.mark.parametrize("pool", ["function", "module"])
+def test_dipart_cuts_where_branches_have_come_together(pool):
+    torch.manual_seed(4)
+    network = TwoBranches().eval()
+    grids = torch.rand(2, 3, 32, 32)
+    if pool == "function":
+        model = network
+    else:  # what a classifier and pool as modules make of the same features
+        joined = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), network.classify)
+        model = _Then(network, joined).eval()
+    cut = dipart(model, 2, grids)
+    pooled = nn.functional.adaptive_avg_pool2d(network.features(grids), 2)  # [2, 12, 2, 2]
+    expected = network.classify(pooled.permute(0, 2, 3, 1)).flatten(1)
+    torch.testing.assert_close(cut(grids), expected)
+    targets = cell_targets(torch.tensor([[0, 3, 2, 1], [4, 0, 1, 2]]), 5)
+    for method in ("gradcam", "deeplift", "guided_gradcam"):
+        assert posthoc.METHODS[method](cut, grids, targets).any()
+    features = network.features(grids).detach()
+    weights = network.classify.weight[targets % 5] / features[0, 0].numel()  # [2, 4, 12]
+    cam = torch.einsum("gkc,gchw->gkhw", weights, features).relu()
+    torch.testing.assert_close(posthoc.gradcam(cut, grids, targets), cam.detach())
+
+
+class _Then(nn.Module):
+    def __init__(self, network, head):
+        super().__init__()
+        self.network, self.head = network, head
+
+    def forward(self, x):
+        return self.head(self.network.features(x))
 
 
 def test_cells_that_do_not_fit_are_refused(model):

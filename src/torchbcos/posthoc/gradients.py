@@ -6,6 +6,7 @@ the tests hold the other methods against it.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from torchbcos.explain import explain, unwrapped
+from torchbcos.localise import compose
 from torchbcos.models import BcosModel
 from torchbcos.posthoc.activations import RESCALED, separated
 from torchbcos.posthoc.head import find_head
@@ -159,14 +161,15 @@ def _derivatives(subject: Subject, x: Tensor, by: Tensor | Callable[[], Tensor])
 
 
 def _cam(subject: Subject, layer: str | None) -> Tensor:
-    """[N, K, h, w] on the features' own grid."""
+    """[N, K, h, w] on the features' own grid, that of all cells where a model sees each alone."""
     network = network_of(subject.model)
     head = find_head(network, subject.x[:1], layer)
     x = subject.x.detach().requires_grad_()
     with head.watched(network) as features:
         gradients = _derivatives(subject, x, lambda: features[-1])
     weights = gradients.mean((-2, -1), keepdim=True)  # [N, K, C, 1, 1]
-    return (weights * features[-1].detach()[:, None]).sum(2).relu()
+    maps = (weights * features[-1].detach()[:, None]).sum(2).relu()
+    return compose(maps, math.isqrt(len(maps) // len(x)))
 
 
 def _uses(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
