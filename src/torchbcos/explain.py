@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchbcos.encoding import begin_check_values, check_images, encode
 from torchbcos.explanation import Explanation
 from torchbcos.functional import collect_offsets, record_factors, replay_factors
+from torchbcos.layout import tap_with_axis
 from torchbcos.models import BcosModel
 from torchbcos.tap import tap
 from torchbcos.targets import Targets, resolve_targets, targets_of_chunk
@@ -47,9 +48,9 @@ def explain(
 
     `targets`: a class index or name; a list of them for every image; a tensor [N] or [N, K] for
     each image its own; or "all". `layer` is a submodule's name in the network, `unit` a channel
-    (explained where it is strongest), (channel, y, x), a function from the activation [N, C, H, W]
-    to one value per image [N], or a list of these. At most `chunk` images are in memory at once, by
-    default 32, or 256 on a GPU.
+    (explained where it is strongest), (channel, y, x), a function from the activation, [N, C, H, W]
+    or as the layer has it, to one value per image [N], or a list of these. At most `chunk` images
+    are in memory at once, by default 32, or 256 on a GPU.
     The model and the images are left as they were.
 
     With `create_graph` the explanation is differentiable, by the weights and by the images, and can
@@ -135,12 +136,20 @@ def _explain_chunk(
             indices = resolve_targets(targets, logits, getattr(model, "classes", None))
             values = logits.gather(1, indices)
         else:
-            values, indices, positions = _pick_units(tap(network, layer, x), units, layer)
+            activation, axis = tap_with_axis(network, layer, x)
+            if len(activation) != len(x):
+                raise ValueError(
+                    f"`layer` (={layer!r}) has an output of shape {tuple(activation.shape)} for "
+                    f"{len(x)} images, which it has taken apart: give a layer before or after it."
+                )
+            values, indices, positions = _pick_units(activation, axis, units, layer)
         rows, bias = rows_and_bias(values, x, offsets, create_graph)
         outputs = values.detach()
         if create_graph:  # from the pass that the images' derivatives know
             outputs = (
-                full.gather(1, indices) if layer is None else _pick_units(full, units, layer)[0]
+                full.gather(1, indices)
+                if layer is None
+                else _pick_units(full, axis, units, layer)[0]
             )
         wide = torch.promote_types(x.dtype, torch.float32)
         contributions = (rows.to(wide) * given.to(wide)[:, None]).sum(2)
@@ -226,17 +235,20 @@ def logits_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _pick_units(
-    activation: Tensor, units: Sequence[Unit | None], layer: str
+    activation: Tensor, axis: int | None, units: Sequence[Unit | None], layer: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Values [N, K], channels [N, K] and positions [N, K, 2] of the units to explain."""
+    """Values [N, K], channels [N, K] and positions [N, K, 2] of the units to explain.
+
+    `axis` is that of the channels; functions are given the activation as it is.
+    """
     if activation.dim() == 2:
         activation = activation[:, :, None, None]
     if activation.dim() != 4:
         raise ValueError(
             f"`layer` (={layer!r}) has an output of shape {tuple(activation.shape)}; units are "
-            "picked from [N, C] or [N, C, H, W], so give `unit` a layer of that kind."
+            "picked from [N, C], [N, C, H, W] or [N, H, W, C], so give `unit` a layer of that kind."
         )
-    n, channels, height, width = activation.shape
+    n = len(activation)
     values, which, where = [], [], []
     for unit in units:
         if callable(unit):
@@ -250,8 +262,16 @@ def _pick_units(
             which.append(torch.full((n,), -1, device=activation.device))
             where.append(torch.full((n, 2), -1, device=activation.device))
             continue
-        channel, y, x = _unit_index(unit, (channels, height, width), layer)
-        maps = activation[:, channel].flatten(1)
+        if axis is None:
+            raise ValueError(
+                f"`unit` (={unit!r}) cannot be found in {layer!r}, of whose output (shape "
+                f"{tuple(activation.shape)}) it is not known where the channels are: give a "
+                "function of the activation instead."
+            )
+        by_channel = activation.movedim(axis, 1)
+        width = by_channel.shape[3]
+        channel, y, x = _unit_index(unit, tuple(by_channel.shape[1:]), layer)
+        maps = by_channel[:, channel].flatten(1)
         if y is None or x is None:
             flat = maps.detach().argmax(1)
         else:
@@ -263,7 +283,7 @@ def _pick_units(
 
 
 def _unit_index(
-    unit: Any, shape: tuple[int, int, int], layer: str
+    unit: Any, shape: tuple[int, ...], layer: str
 ) -> tuple[int, int | None, int | None]:
     try:
         parts = tuple(map(operator.index, unit if isinstance(unit, tuple) else (unit,)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-__all__ = ["Look", "layer_names", "tap", "watch"]
+__all__ = ["Look", "UpTo", "layer_names", "node_of", "tap", "watch"]
 
 #: Given a layer's output; what it returns, if anything, goes on in its place.
 Look = Callable[[Tensor], Tensor | None]
@@ -21,15 +21,9 @@ def tap(network: nn.Module, layer: str, x: Tensor) -> Tensor:
     In a converted network every name of the original works: a block that is no module of its own
     any more stands for the last operation that came from it.
     """
-    layer = layer.removeprefix("network.")
-    if not layer:
-        raise _unknown(network, layer)
     if not isinstance(network, fx.GraphModule):
-        return _tap_module(network, layer, x)
-    node = _node_of(network, layer)
-    if node is None:
-        raise _unknown(network, layer)
-    return _UpTo(network, node).run(x)  # type: ignore[no-any-return]
+        return _tap_module(network, layer.removeprefix("network."), x)
+    return UpTo(network, node_of(network, layer)).run(x)  # type: ignore[no-any-return]
 
 
 def watch(network: nn.Module, x: Tensor, looks: Mapping[str, Look]) -> Any:
@@ -42,10 +36,7 @@ def watch(network: nn.Module, x: Tensor, looks: Mapping[str, Look]) -> Any:
         return _watch_modules(network, x, looks)
     nodes: dict[fx.Node, list[Look]] = {}
     for name, look in looks.items():
-        node = _node_of(network, name) if name else None
-        if node is None:
-            raise _unknown(network, name)
-        nodes.setdefault(node, []).append(look)
+        nodes.setdefault(node_of(network, name), []).append(look)
     return _Watched(network, nodes).run(x)
 
 
@@ -65,17 +56,23 @@ def _target(node: fx.Node) -> str:
     return str(node.target) if node.op == "call_module" else ""
 
 
-def _node_of(network: fx.GraphModule, layer: str) -> fx.Node | None:
-    found = None
-    for node in network.graph.nodes:
+def node_of(network: fx.GraphModule, layer: str) -> fx.Node:
+    """The operation of the graph whose value is the output of `layer`."""
+    layer = layer.removeprefix("network.")
+    found: fx.Node | None = None
+    for node in network.graph.nodes if layer else ():
         if _target(node) == layer:
             return node  # type: ignore[no-any-return]
         if layer in (node.meta.get("nn_module_stack") or {}):
             found = node
+    if found is None:
+        raise _unknown(network, layer)
     return found
 
 
-class _UpTo(fx.Interpreter):
+class UpTo(fx.Interpreter):
+    """Runs a graph until it has the value of `last`."""
+
     def __init__(self, network: fx.GraphModule, last: fx.Node) -> None:
         super().__init__(network)
         self._last = last
@@ -111,10 +108,7 @@ class _Reached(Exception):  # noqa: N818 (no error: it carries the result out)
 
 
 def _tap_module(network: nn.Module, layer: str, x: Tensor) -> Tensor:
-    try:
-        module = network.get_submodule(layer)
-    except AttributeError as error:
-        raise _unknown(network, layer) from error
+    module = _submodule(network, layer)
     thread = threading.get_ident()
 
     def stop(_: nn.Module, __: Any, out: Tensor) -> None:
@@ -131,6 +125,15 @@ def _tap_module(network: nn.Module, layer: str, x: Tensor) -> Tensor:
     raise ValueError(f"`layer` (={layer!r}) is never reached by the network.")
 
 
+def _submodule(network: nn.Module, layer: str) -> nn.Module:
+    try:
+        if layer:
+            return network.get_submodule(layer)
+    except AttributeError:
+        pass
+    raise _unknown(network, layer)
+
+
 def _watch_modules(network: nn.Module, x: Tensor, looks: Mapping[str, Look]) -> Any:
     thread, unseen = threading.get_ident(), dict(looks)
 
@@ -141,12 +144,7 @@ def _watch_modules(network: nn.Module, x: Tensor, looks: Mapping[str, Look]) -> 
 
     with ExitStack() as hooks:
         for name in looks:
-            try:
-                module = network.get_submodule(name) if name else None
-            except AttributeError:
-                module = None
-            if module is None:
-                raise _unknown(network, name)
+            module = _submodule(network, name)
             hook = module.register_forward_hook(lambda _, __, out, name=name: show(name, out))
             hooks.callback(hook.remove)
         out = network._call_impl(x)

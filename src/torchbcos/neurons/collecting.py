@@ -24,8 +24,9 @@ from torch import Tensor
 
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.interrupt import told_to_end
+from torchbcos.layout import channel_axis
 from torchbcos.models import BcosModel
-from torchbcos.neurons.table import Layer, Neurons, NeuronsError, units_are_last, write
+from torchbcos.neurons.table import Layer, Neurons, NeuronsError, write
 from torchbcos.neurons.tally import Saved, Seen, Tally
 from torchbcos.tap import layer_names, watch
 
@@ -204,21 +205,23 @@ def _chosen(
     check_images(x, model.in_channels)
     check_values(x)
     looks = {name: (lambda out, name=name: shapes.update({name: out.shape})) for name in names}
+    encoded = _encoded(model, x)
     with torch.no_grad():
-        watch(model.network, _encoded(model, x), looks)
+        watch(model.network, encoded, looks)
     layers = []
     for name in sorted(names, key=known.index):
         shape = shapes[name][1:]
-        if len(shape) not in (1, 3):
+        axis = channel_axis(model.network, name, encoded) if len(shape) == 3 else None
+        if len(shape) != 1 and axis not in (1, 3):
             if patterns is None:
                 continue
             raise NeuronsError(
                 f"`layers` (={name!r}) has an output of shape {tuple(shapes[name])}: units have "
-                "maps in [N, C] or [N, C, H, W], so leave this layer out."
+                "maps in [N, C], [N, C, H, W] or [N, H, W, C], so leave this layer out."
             )
         if len(shape) == 1:
             layers.append(Layer(name, shape[0], 1, 1))
-        elif units_are_last(model, name, 4):
+        elif axis == 3:
             layers.append(Layer(name, shape[2], shape[0], shape[1], channels_last=True))
         else:
             layers.append(Layer(name, shape[0], shape[1], shape[2]))

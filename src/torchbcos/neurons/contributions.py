@@ -15,8 +15,9 @@ from torch import Tensor
 
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.functional import collect_offsets
+from torchbcos.layout import channel_axis
 from torchbcos.models import BcosModel
-from torchbcos.neurons.table import Neurons, Ranked, largest, units_are_last
+from torchbcos.neurons.table import Neurons, NeuronsError, Ranked, largest
 from torchbcos.tap import tap, watch
 from torchbcos.targets import Targets, resolve_targets
 
@@ -93,8 +94,8 @@ def unit_contributions(
             rows.append(torch.zeros_like(cut[0]) if grads[0] is None else grads[0])
             shares.append(_shares(grads, sources))
     activations, weights = cut[0].detach(), torch.stack(rows, 1)
-    if units_are_last(model, layer, activations.dim()):
-        activations, weights = activations.movedim(-1, 1), weights.movedim(-1, 2)
+    axis = _axis(model, layer, x, activations)
+    activations, weights = activations.movedim(axis, 1), weights.movedim(axis + 1, 2)
     through, around, *terms = torch.stack(shares, 2).unbind(0)  # each [N, K]
     bias = torch.stack(terms).sum(0) if terms else torch.zeros_like(around)
     return UnitContributions(
@@ -107,6 +108,16 @@ def unit_contributions(
         residual=outputs.detach() - (through + around + bias),
         layer=layer,
     )
+
+
+def _axis(model: BcosModel, layer: str, x: Tensor, out: Tensor) -> int:
+    axis = channel_axis(model.network, layer, x)
+    if axis is None:
+        raise NeuronsError(
+            f"`layer` (={layer!r}) has an output of shape {tuple(out.shape)} of which it is not "
+            "known where the units are: use a B-cos layer before or after it."
+        )
+    return axis
 
 
 def _shares(grads: Sequence[Tensor | None], sources: Sequence[Tensor]) -> Tensor:
@@ -155,8 +166,9 @@ def most_active_for(
     if len(images) != 1:
         raise ValueError(f"`image` (={len(images)} images) must be one, [C, H, W].")
     with torch.no_grad():
-        out = tap(model.network, layer, encode(images.to(next(model.parameters()).dtype)))
-    maps = out.movedim(-1, 1) if units_are_last(model, layer, out.dim()) else out
+        x = encode(images.to(next(model.parameters()).dtype))
+        out = tap(model.network, layer, x)
+    maps = out.movedim(_axis(model, layer, x, out), 1)
     peaks = maps[0].flatten(1).amax(1) if maps.dim() > 2 else maps[0]
     peaks = peaks.double().cpu()
     if usual is not None:

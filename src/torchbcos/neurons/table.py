@@ -31,8 +31,6 @@ from torch import Tensor
 
 from torchbcos._version import __version__
 from torchbcos.checkpoint import write_atomically
-from torchbcos.layers import BcosLinear
-from torchbcos.models import BcosModel
 from torchbcos.neurons.skew import Skew, adjusted, chance, divergence, histogram
 
 __all__ = [
@@ -42,7 +40,6 @@ __all__ = [
     "Ranked",
     "Units",
     "largest",
-    "units_are_last",
     "write",
 ]
 
@@ -69,11 +66,6 @@ class Layer:
         if self.channels_last:
             return out.movedim(-1, 1)
         return out[:, :, None, None] if out.dim() == 2 else out
-
-
-def units_are_last(model: BcosModel, layer: str, dims: int) -> bool:
-    """Whether an output of so many dimensions is [N, …, C], as of a linear layer over positions."""
-    return dims > 2 and isinstance(dict(model.bcos_layers()).get(layer), BcosLinear)
 
 
 @dataclass(frozen=True)
