@@ -254,7 +254,8 @@ def files(trained, images, tmp_path, monkeypatch):
     for b, model in trained.items():
         tb.save(model, tmp_path / f"b{b:g}.safetensors")
     split = Split(images, images, CLASSES)
-    monkeypatch.setattr("torchbcos.data.open_data", lambda *_, **__: split)
+    for module in ("data", "evaluate"):
+        monkeypatch.setattr(f"torchbcos.{module}.open_data", lambda *_, **__: split)
     return tmp_path
 
 
@@ -319,9 +320,9 @@ def test_mistakes_are_one_sentence(files, arguments, words):
         CliRunner().invoke(cli.app, [*command, *quick, *arguments], catch_exceptions=False)
 
 
-def test_data_of_other_classes_is_refused(files, monkeypatch):
-    split = Split(None, None, ("a", "b"))
-    monkeypatch.setattr("torchbcos.data.open_data", lambda *_, **__: split)
+def test_data_of_other_classes_is_refused(files, images, monkeypatch):
+    split = Split(images, images, ("a", "b"))
+    monkeypatch.setattr("torchbcos.evaluate.open_data", lambda *_, **__: split)
     with pytest.raises(ValueError, match="has not the classes"):
         CliRunner().invoke(
             cli.app,

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from cases import caller
 from small_training import few_shapes
-from torchbcos import cli, data, train
+from torchbcos import cli, evaluate, train
 from torchbcos.recipe import list_recipes
 
 
@@ -17,7 +17,7 @@ def run(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "output", Console(width=300))
     monkeypatch.setattr(cli, "errors", Console(width=300, stderr=True))
-    for module in (train, data):
+    for module in (train, evaluate):
         monkeypatch.setattr(module, "open_data", lambda *_, **__: few_shapes())
 
     return caller(monkeypatch, capsys)

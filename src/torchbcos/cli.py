@@ -270,12 +270,11 @@ def evaluate(
 ) -> None:
     """The accuracy of a model on the test images of a data set."""
     from torchbcos.checkpoint import default_name, load
-    from torchbcos.data import open_data
     from torchbcos.evaluate import evaluate as measure
+    from torchbcos.evaluate import open_as_trained
 
     network = load(model or default_name(), device=device)
-    part = network.provenance.get("config", {}).get("test_part", 1.0)  # as when it was trained
-    split = open_data(data, network.input_size[0], part=part, only="test")
+    split = open_as_trained(network, data, console=errors)
     if network.classes is not None and network.classes != split.classes:
         fail(f"the model's classes ({', '.join(network.classes[:4])}, …) are not those of {data}.")
     accuracy, loss = measure(network, split.test, console=errors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from torch import nn
 
+    from torchbcos.data import Split
     from torchbcos.localise_run import Played
 
 output, errors = Console(), Console(stderr=True)
@@ -58,7 +60,6 @@ def localise(
     on where it was.
     """
     from torchbcos.checkpoint import default_name
-    from torchbcos.data import open_data
     from torchbcos.localise_page import write_report
     from torchbcos.localise_run import Game, play
     from torchbcos.models import BcosModel
@@ -69,13 +70,11 @@ def localise(
     names = [model or default_name(), *(baseline or [])]
     played, networks, sets = [], [], []
     for name, title in zip(names, _titles(names), strict=True):
-        network, native, classes = _network(name, device)
+        network, opened = _network(name, device)
         # Ours needs a B-cos model; beside one, a conventional network does without it.
         chosen = choose_methods(wanted, network)
         suitable = [m.name for m in chosen if isinstance(network, BcosModel) or not m.inherent]
-        split = open_data(data, size or native, only="test")
-        if classes is not None and classes != split.classes:
-            raise ValueError(f"`--data` (={data!r}) has not the classes that {name} was made for.")
+        split = opened(data, size)
         images = split.test.to(device)
         errors.print(f"{title}: {len(images)} images", highlight=False, markup=False)
         played.append(
@@ -130,15 +129,25 @@ def toy(
     output.print(f"Wrote {files[0]} and {files[1]}", soft_wrap=True, markup=False)
 
 
-def _network(name: str, device: str) -> tuple[nn.Module, int | None, tuple[str, ...] | None]:
-    """A model, the size it was made for and its classes, where it knows them."""
+def _network(name: str, device: str) -> tuple[nn.Module, Callable[[str, int], Split]]:
+    """A model as methods see it, and what opens test images for it, of its size if given 0."""
     from torchbcos.baseline import load_baseline, to_explain
     from torchbcos.checkpoint import load
+    from torchbcos.data import open_data
+    from torchbcos.evaluate import open_as_trained
 
     if name.startswith("torchvision/"):
-        return load_baseline(name.removeprefix("torchvision/"), device), 224, None
-    network = load(name, device=device)
-    return to_explain(network), network.input_size[0], network.classes
+        network = load_baseline(name.removeprefix("torchvision/"), device)
+        return network, lambda data, size: open_data(data, size or 224, only="test")
+    model = load(name, device=device)
+
+    def opened(data: str, size: int) -> Split:
+        split = open_as_trained(model, data, size, console=errors)
+        if model.classes is not None and model.classes != split.classes:
+            raise ValueError(f"`--data` (={data!r}) has not the classes that {name} was made for.")
+        return split
+
+    return to_explain(model), opened
 
 
 def _titles(names: list[str]) -> list[str]:

@@ -131,12 +131,12 @@ def show(
 
 def _open(name: str, data: str, split: str, device: str) -> tuple[BcosModel, Split, ImageSet]:
     from torchbcos.checkpoint import load
-    from torchbcos.data import open_data
+    from torchbcos.evaluate import open_as_trained
 
     if split not in ("test", "train"):
         raise ValueError(f"`--split` (={split!r}) must be 'test' or 'train'.")
     network = load(name, device=device)
-    opened = open_data(data, network.input_size[0], only=split)
+    opened = open_as_trained(network, data, only=split, console=Console(stderr=True))
     images = opened.test if split == "test" else opened.train
     return network, opened, images.to(device)
 

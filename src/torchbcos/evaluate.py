@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -10,13 +12,40 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from torchbcos.batches import in_order
-from torchbcos.data import ImageSet
+from torchbcos.batches import find_damaged, in_order
+from torchbcos.data import ImageFiles, ImageSet, Split, open_data
+from torchbcos.models import BcosModel
 
-__all__ = ["evaluate", "tally"]
+__all__ = ["evaluate", "open_as_trained", "tally"]
 
 
 PIXELS = 2**23  # of the images that are looked at together, at most 500
+
+
+def open_as_trained(
+    model: BcosModel,
+    data: str | os.PathLike[str],
+    size: int | None = None,
+    *,
+    only: str = "test",
+    console: Console | None = None,
+) -> Split:
+    """One set of `data` as the model's training saw it; the size is the model's by default.
+
+    As much of each test image is seen as then, and if damaged files were left out, they are again;
+    `console` is told how many.
+    """
+    config = model.provenance.get("config", {})
+    bad, part = config.get("bad", "fail"), config.get("test_part", 1.0)
+    split = open_data(data, size or model.input_size[0], bad=bad, part=part, only=only)
+    images = split.train if only == "train" else split.test
+    if isinstance(images, ImageFiles) and bad == "skip":
+        images = images.without(find_damaged(images), bad)
+        split = replace(split, train=images) if only == "train" else replace(split, test=images)
+    if console is not None and split.skipped:
+        told = f"skipped {len(split.skipped)}, the first: {split.skipped[0]}"
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
+    return split
 
 
 def evaluate(

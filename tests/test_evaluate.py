@@ -1,0 +1,82 @@
+"""Data as a model's training saw it: how much of each image, and without which files."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import torchbcos as tb
+from torchbcos import cli, evaluate
+from torchbcos.data import open_data
+from torchbcos.evaluate import open_as_trained
+
+CLASSES = ("bright", "dark")
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A model trained with half of each test image, and images whose border is of other colours."""
+    for part in ("train", "val"):
+        for k, name in enumerate(CLASSES):
+            folder = tmp_path / "set" / part / name
+            folder.mkdir(parents=True)
+            for i in range(4):
+                pixels = np.full((32, 32, 3), 250 * k, np.uint8)
+                pixels[8:24, 8:24] = 250 * (1 - k) + i
+                Image.fromarray(pixels).save(folder / f"{i}.png")
+    torch.manual_seed(0)
+    model = tb.create_model("mini", classes=CLASSES, width=4, input_size=16)
+    tb.calibrate(model, torch.rand(4, 3, 16, 16))
+    model.provenance = {"config": {"test_part": 0.5, "bad": "skip"}}
+    tb.save(model, tmp_path / "m.safetensors")
+    return tmp_path
+
+
+def test_as_much_of_each_test_image_is_seen_as_in_training(place):
+    model = tb.load(place / "m.safetensors")
+    split = open_as_trained(model, place / "set")
+    assert split.test.size == (16, 16)
+    assert split.test.pixels[:4].min() == 250  # the centre alone
+    assert split.test.pixels[4:].max() == 3
+    model.provenance = {}
+    assert open_as_trained(model, place / "set").test.pixels[:4].min() == 0
+
+
+@pytest.mark.parametrize("memory", [4.0, 0.0])
+def test_damaged_files_are_left_out_if_they_were_in_training(place, memory, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "open_data", lambda *a, **k: open_data(*a, memory=memory, **k))
+    model = tb.load(place / "m.safetensors")
+    for only in ("train", "test"):
+        damaged = place / "set" / only.replace("test", "val") / "bright" / "0.png"
+        damaged.write_bytes(b"no image")
+        split = open_as_trained(model, place / "set", only=only, console=cli.errors)
+        assert len(getattr(split, only)) == 7
+        assert "skipped 1, the first:" in capsys.readouterr().err
+    model.provenance = {}
+    if memory:
+        with pytest.raises(ValueError, match="1 of 8 images cannot be read"):
+            open_as_trained(model, place / "set")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["evaluate"],
+        ["localise", "--methods", "ixg", "--grids", "1", "--n", "2", "--out", "out"],
+        ["neurons", "--out", "units"],
+    ],
+)
+def test_commands_open_data_as_training_did(place, command, monkeypatch):
+    seen = []
+
+    def opened(*arguments, **options):
+        seen.append(options)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(evaluate, "open_data", opened)
+    monkeypatch.chdir(place)
+    command = [*command, "--model", "m.safetensors", "--data", "set"]
+    with pytest.raises(ValueError, match="enough"):
+        CliRunner().invoke(cli.app, command, catch_exceptions=False)
+    assert seen == [{"bad": "skip", "part": 0.5, "only": "test"}]
