@@ -7,10 +7,11 @@ import pytest
 import torch
 import torchvision
 from rich.console import Console
+from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
 import torchbcos as tb
-from torchbcos import baseline, cli, localise_page, localise_run, plots, posthoc
+from torchbcos import baseline, cli, cli_localise, localise_page, localise_run, plots, posthoc
 from torchbcos.data import Images, Split
 from torchbcos.localise import compose, score_cells
 from torchbcos.localise_run import Game, play
@@ -123,6 +124,12 @@ def test_what_is_scored_is_not_computed_again(trained, images, tmp_path, monkeyp
         game = Game(**{**vars(GAME), **change})
         with pytest.raises(AssertionError, match="computed again"):
             play(trained[2.5], images, QUICK, game, name="m", out=tmp_path)
+    layer = next(iter(trained[2.5].bcos_layers()))[1]
+    for place, setting in ((trained[2.5], "temperature"), (layer, "scale"), (layer, "eps")):
+        with monkeypatch.context() as changed:
+            changed.setattr(place, setting, 1.001 * getattr(place, setting) + 1e-9)
+            with pytest.raises(AssertionError, match="computed again"):
+                play(trained[2.5], images, QUICK, GAME, name="m", out=tmp_path)
     with pytest.raises(AssertionError, match="computed again"):  # another network of this name
         play(trained[1.0], images, QUICK, GAME, name="m", out=tmp_path)
 
@@ -201,6 +208,12 @@ def test_ours_is_refused_for_a_conventional_network_before_any_work(images):
     conventional = torchvision.models.squeezenet1_1(num_classes=4).eval()
     with pytest.raises(ValueError, match="'ixg'"):
         play(conventional, images, ["ours"], GAME)
+
+
+def test_labels_of_streamed_images_meet_logits_on_a_gpu():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        right = localise_run._right(torch.empty(5, 4, device="cuda"), torch.arange(5))
+    assert right.shape == (5,)
 
 
 def test_box_plots_show_quartiles_and_means():
@@ -318,6 +331,11 @@ def test_mistakes_are_one_sentence(files, arguments, words):
     quick = ["--methods", "ixg", "--grids", "2", "--out", f"{files}/out"]
     with pytest.raises(ValueError, match=words):
         CliRunner().invoke(cli.app, [*command, *quick, *arguments], catch_exceptions=False)
+
+
+def test_models_have_titles_of_their_own():
+    names = ["runs/x-2/model.safetensors", "runs/x/model.safetensors", "x.safetensors", "x", "y"]
+    assert cli_localise._titles(names) == ["x-2", "x", "x-3", "x-4", "y"]
 
 
 def test_data_of_other_classes_is_refused(files, images, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -156,8 +157,8 @@ def _titles(names: list[str]) -> list[str]:
     for name in names:
         path = Path(name.split("=")[0])
         stem = path.parent.name if path.stem == "model" and path.parent.name else path.stem
-        count = sum(t == stem or t.startswith(f"{stem}-") for t in titles)
-        titles.append(f"{stem}-{count + 1}" if count else stem)
+        numbered = (f"{stem}-{number}" for number in itertools.count(2))
+        titles.append(next(t for t in itertools.chain([stem], numbered) if t not in titles))
     return titles
 
 

@@ -155,8 +155,9 @@ def _play(
     identity = {
         "torchbcos": __version__,
         "model": name,
-        "weights": _weights_digest(model),
+        "weights": _digest(model),
         "data": data,
+        "size": images.size,
         "game": asdict(game),
         "plan": hashlib.sha256(plan.numpy().tobytes()).hexdigest(),
     }
@@ -185,8 +186,13 @@ def _play(
             f"`methods` (={', '.join(broken)}) must give finite maps of {name!r}, and did not: "
             "leave them out, or look for logits that are not finite."
         )
-    accuracy = (logits.argmax(1) == images.labels).double().mean().item()
+    accuracy = _right(logits, images.labels).double().mean().item()
     return Played(name, accuracy, _exponent(model), plan, tuple(results.values()))
+
+
+def _right(logits: Tensor, labels: Tensor) -> Tensor:
+    """[N]; labels of images that are streamed stay on the CPU."""
+    return logits.argmax(1) == labels.to(logits.device)
 
 
 def grid_images(images: ImageSet, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -334,8 +340,16 @@ def _subject(model: nn.Module, images: ImageSet, plan: Tensor, game: Game) -> nn
     return model
 
 
-def _weights_digest(model: nn.Module) -> str:
+def _digest(model: nn.Module) -> str:
+    """Of weights, and of settings such as B, γ and T, which are plain attributes."""
     digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        settings = [
+            (key, value)
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, int | float | str | tuple) and key != "training" and key[0] != "_"
+        ]
+        digest.update(f"{name} {settings}".encode())
     for key, value in model.state_dict().items():
         digest.update(key.encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
