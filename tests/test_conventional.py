@@ -7,7 +7,12 @@ from torch import nn
 
 import torchbcos as tb
 from small_training import QUIET, config, few_shapes
-from torchbcos import train
+from torchbcos import posthoc, train
+from torchbcos.baseline import to_explain
+from torchbcos.disconnected import difull
+from torchbcos.localise import compose
+from torchbcos.posthoc.perturbation import rise_masks
+from torchbcos.posthoc.subject import Subject, input_of
 
 
 def test_it_is_torchvisions_network_with_normalised_colours():
@@ -62,3 +67,48 @@ def test_arguments_of_bcos_layers_are_refused(argument):
     name = next(iter(argument))
     with pytest.raises(ValueError, match=rf"`{name}` .* must be left out"):
         tb.create_model("conventional/resnet18", **argument)
+
+
+@pytest.fixture
+def one():
+    torch.manual_seed(0)
+    model = tb.create_model("conventional/mini", classes=tuple("abcd"), width=4, input_size=24)
+    return model.eval(), torch.rand(2, 3, 24, 24)
+
+
+def test_what_is_explained_of_it_has_its_logits(one):
+    model, images = one
+    assert model.logit_bias < -1
+    torch.testing.assert_close(to_explain(model)(images), model(images))
+    targets = torch.tensor([[1], [2]])
+    torch.testing.assert_close(
+        Subject.of(model, images, targets).outputs(input_of(model, images)),
+        model(images).gather(1, targets),
+    )
+    cells = difull(model, 2)(compose(torch.cat([images, images]), 2))
+    torch.testing.assert_close(cells.view(4, 4), model(torch.cat([images, images])))
+
+
+@pytest.mark.parametrize("name", [name for name in posthoc.METHODS if name != "ours"])
+def test_methods_see_its_network_after_the_normalisation(one, name):
+    model, images = one
+    few = {"rise": {"masks": 8}, "lime": {"samples": 8}, "intgrad": {"steps": 2}}.get(name, {})
+    expected = posthoc.METHODS[name](to_explain(model), images, [1, 3], **few)
+    assert torch.equal(posthoc.METHODS[name](model, images, ["b", "d"], **few), expected)
+
+
+def test_rise_weights_masks_by_the_probability_that_it_learned(one):
+    model, images = one
+    masks = rise_masks(6, (24, 24))
+    x = input_of(model, images[:1])
+    with torch.no_grad():
+        p = (model.network(masks[:, None] * x) + model.logit_bias).sigmoid()[:, 2]
+    expected = (p[:, None, None] * masks).sum(0) / 6 / 0.1
+    torch.testing.assert_close(posthoc.rise(model, images[:1], [2], masks=6)[0, 0], expected)
+
+
+def test_it_has_no_explanation_of_its_own(one):
+    model, images = one
+    with pytest.raises(ValueError, match=r"ConventionalModel.*must be a B-cos model.*'ixg'"):
+        posthoc.METHODS["ours"](model, images)
+    assert "ours" not in [m.name for m in posthoc.choose_methods(["all"], model)]

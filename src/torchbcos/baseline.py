@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from torchbcos._arguments import check_device
-from torchbcos.models import BcosModel, ConventionalModel
+from torchbcos.explain import logits_of, unwrapped
+from torchbcos.models import ConventionalModel
 
 __all__ = ["Normalised", "load_baseline", "to_explain"]
 
@@ -17,7 +18,11 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
 class Normalised(nn.Module):
-    """A network for images in 0..1 that subtracts mean and deviation itself."""
+    """A network for images in 0..1 that subtracts mean and deviation itself.
+
+    One that learned each class by itself has a `logit_bias`, which is added to its outputs; others
+    learned classes against each other.
+    """
 
     mean: Tensor
     deviation: Tensor
@@ -27,9 +32,11 @@ class Normalised(nn.Module):
         network: nn.Module,
         mean: tuple[float, ...] = MEAN,
         deviation: tuple[float, ...] = DEVIATION,
+        logit_bias: float | None = None,
     ) -> None:
         super().__init__()
         self.network = network
+        self.logit_bias = logit_bias
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
         self.register_buffer("deviation", torch.tensor(deviation).view(-1, 1, 1), persistent=False)
 
@@ -37,23 +44,29 @@ class Normalised(nn.Module):
         return (images - self.mean) / self.deviation
 
     def around(self, network: nn.Module) -> Normalised:
-        """The same normalisation before another network."""
-        other = Normalised(network)
+        """Another network in place of this one."""
+        other = Normalised(network, logit_bias=self.logit_bias)
         other.mean, other.deviation = self.mean, self.deviation
         return other
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.network(self.normalise(images))  # type: ignore[no-any-return]
+        return self.from_normalised(self.normalise(images))
+
+    def from_normalised(self, x: Tensor) -> Tensor:
+        return logits_of(self.network, x) + (self.logit_bias or 0.0)
 
 
-def to_explain(model: BcosModel) -> nn.Module:
-    """The model itself or, if it is conventional, its network after the normalisation.
+def to_explain(model: nn.Module) -> nn.Module:
+    """The model itself or, if it is a `ConventionalModel`, its network after the normalisation.
 
     So post-hoc methods see what that network sees: three channels, and zeros are the mean colour.
     """
-    if not isinstance(model, ConventionalModel):
-        return model
-    return Normalised(model.network).to(model.mean.device).train(model.training)
+    inner = unwrapped(model)
+    if not isinstance(inner, ConventionalModel):
+        return inner
+    normalised = Normalised(inner.network, logit_bias=inner.logit_bias).to(inner.mean.device)
+    normalised.training = inner.training
+    return normalised
 
 
 def load_baseline(name: str, device: torch.device | str = "cpu") -> nn.Module:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchbcos.baseline import Normalised
-from torchbcos.explain import logits_of, unwrapped
+from torchbcos.baseline import Normalised, to_explain
+from torchbcos.explain import logits_of
 from torchbcos.localise import split_cells
 from torchbcos.models import BcosModel
 from torchbcos.posthoc.activations import separated
@@ -32,7 +32,7 @@ def dipart(model: nn.Module, n: int, images: Tensor, layer: str | None = None) -
 
     `layer` is the last of the features; by default it is found as for GradCAM.
     """
-    model = unwrapped(model)
+    model = to_explain(model)
     network = _separated_network(model)
     head = find_head(network, input_of(model, images[:1]), layer)
     return _cut(model, _CellFeatures(network, n, head))
@@ -47,7 +47,7 @@ def cell_targets(classes: Tensor, count: int) -> Tensor:
 def _separated_network(model: nn.Module) -> nn.Module:
     """The network as captum's methods need it: they cannot trace it through the cuts."""
     network = network_of(model)
-    return network if isinstance(unwrapped(model), BcosModel) else separated(network)
+    return network if isinstance(to_explain(model), BcosModel) else separated(network)
 
 
 class _Cells(nn.Module):
@@ -73,7 +73,7 @@ class _CellFeatures(nn.Module):
 
 
 def _cut(model: nn.Module, network: nn.Module) -> nn.Module:
-    model = unwrapped(model)
+    model = to_explain(model)
     network.train(model.training)
     if isinstance(model, Normalised):
         cut: nn.Module = model.around(network)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from torchbcos.explain import explain, unwrapped
+from torchbcos.baseline import to_explain
+from torchbcos.explain import explain
 from torchbcos.localise import compose
 from torchbcos.models import BcosModel
 from torchbcos.posthoc.activations import RESCALED, separated
@@ -176,7 +177,7 @@ def _uses(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     network = network_of(model)
     if any(isinstance(m, kinds) for m in network.modules()):
         return True
-    if isinstance(unwrapped(model), BcosModel) and not isinstance(network, fx.GraphModule):
+    if isinstance(to_explain(model), BcosModel) and not isinstance(network, fx.GraphModule):
         return False
     return any(isinstance(m, kinds) for m in separated(network).modules())  # called as functions
 

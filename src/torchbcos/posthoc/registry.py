@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchbcos.explain import unwrapped
+from torchbcos.baseline import to_explain
 from torchbcos.models import BcosModel
 from torchbcos.targets import Targets
 
@@ -49,9 +49,9 @@ class Method:
         return maps
 
     def check(self, model: nn.Module) -> None:
-        if self.inherent and not isinstance(unwrapped(model), BcosModel):
+        if self.inherent and not isinstance(to_explain(model), BcosModel):
             raise ValueError(
-                f"`model` (a {type(model).__name__}) must be a BcosModel for the method "
+                f"`model` (a {type(model).__name__}) must be a B-cos model for the method "
                 f"{self.name!r}: its equivalent for other networks is 'ixg'."
             )
 
@@ -80,7 +80,7 @@ def choose_methods(names: Iterable[str], model: nn.Module) -> list[Method]:
     chosen: dict[str, Method] = {}
     for name in names:
         if name == "all":
-            inherent = isinstance(unwrapped(model), BcosModel)
+            inherent = isinstance(to_explain(model), BcosModel)
             chosen.update({k: m for k, m in METHODS.items() if inherent or not m.inherent})
         elif name in METHODS:
             chosen[name] = METHODS[name]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchbcos.baseline import Normalised
+from torchbcos.baseline import Normalised, to_explain
 from torchbcos.explain import logits_of, network_input, unwrapped
 from torchbcos.models import BcosModel
 from torchbcos.targets import Targets, check_class, resolve_targets, targets_of_chunk
@@ -19,13 +19,13 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 def network_of(model: nn.Module) -> nn.Module:
     """The network inside a model: after the encoding, or after the normalisation."""
-    model = unwrapped(model)
+    model = to_explain(model)
     return model.network if isinstance(model, BcosModel | Normalised) else model
 
 
 def input_of(model: nn.Module, images: Tensor) -> Tensor:
     """What goes into the network: images encoded, normalised, or as they are."""
-    model = unwrapped(model)
+    model = to_explain(model)
     return (
         model.normalise(images) if isinstance(model, Normalised) else network_input(model, images)
     )
@@ -49,7 +49,8 @@ class Subject:
     @torch.inference_mode(False)
     @torch.no_grad()
     def of(cls, model: nn.Module, images: Tensor, targets: Targets) -> Subject:
-        model = unwrapped(model)
+        classes = getattr(unwrapped(model), "classes", None)
+        model = to_explain(model)
         if not isinstance(images, Tensor) or images.dim() != 4:
             shape = tuple(getattr(images, "shape", ()))
             raise ValueError(f"`images` (shape {shape}) must be a tensor [N, C, H, W].")
@@ -60,12 +61,14 @@ class Subject:
             extremes = int(given.min()), int(given.max())
             return cls(model, x, given.to(x.device, torch.long).view(len(x), -1), extremes)
         logits = cls(model, x, x.new_empty(0)).logits(x)
-        return cls(model, x, resolve_targets(given, logits, getattr(model, "classes", None)))
+        return cls(model, x, resolve_targets(given, logits, classes))
 
     def logits(self, x: Tensor) -> Tensor:
         """All logits of other inputs in place of `x`."""
-        bcos = isinstance(self.model, BcosModel)
-        logits = logits_of(self.model if bcos else network_of(self.model), x)
+        if isinstance(self.model, Normalised):
+            logits = self.model.from_normalised(x)
+        else:
+            logits = logits_of(self.model, x)
         for value in self.extremes:
             check_class(value, logits.shape[1])
         return logits
@@ -76,5 +79,10 @@ class Subject:
 
 
 def probabilities(model: nn.Module, logits: Tensor) -> Tensor:
-    """Of each class: a B-cos model learns them one by one, other classifiers against each other."""
-    return logits.sigmoid() if isinstance(unwrapped(model), BcosModel) else logits.softmax(-1)
+    """Of each class: our models learn them one by one, other classifiers against each other."""
+    model = to_explain(model)
+    if isinstance(model, Normalised):
+        one_by_one = model.logit_bias is not None
+    else:
+        one_by_one = isinstance(model, BcosModel)
+    return logits.sigmoid() if one_by_one else logits.softmax(-1)
