@@ -256,6 +256,65 @@ def test_a_gate_has_its_rule_in_deeplift_also_where_it_is_a_function(images):
     assert (maps[sigmoid] - ixg).abs().max() > 1e-3 * ixg.abs().max()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:captum")
+@pytest.mark.parametrize(
+    "activation",
+    [
+        lambda x: nn.functional.elu(x, 0.7), lambda x: nn.functional.leaky_relu(x, 0.3),
+        torch.sigmoid, lambda x: x.tanh(), nn.functional.softplus,
+        lambda x: nn.functional.max_pool2d(x, 2),
+        lambda x: nn.functional.relu(x, inplace=True), torch.relu_,
+    ],
+)  # fmt: skip
+def test_deeplift_is_complete_for_activations_that_are_functions(activation, images):
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.classify = nn.Conv2d(3, 6, 3), nn.Linear(6, 4)
+
+        def forward(self, x):
+            return self.classify(activation(3 * self.conv(x)).mean((2, 3)))
+
+    torch.manual_seed(0)
+    network = Network().eval().double()
+    x = images.double()
+    maps = posthoc.deeplift(network, x, TARGETS)
+    with torch.no_grad():
+        difference = (network(x) - network(torch.zeros_like(x))).gather(1, TARGETS)
+    torch.testing.assert_close(maps.sum((2, 3)), difference)
+    assert not torch.allclose(maps, posthoc.input_x_gradient(network, x, TARGETS))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:captum")
+def test_captums_methods_see_the_network_as_it_is_now(conventional, images):
+    for name in ("deeplift", "guided_backprop"):
+        method = posthoc.METHODS[name]
+        before = method(conventional, images, TARGETS)
+        conventional[7] = nn.Linear(8, 4)
+        again = method(conventional, images, TARGETS)
+        assert not torch.allclose(before, again)
+        expected = by_captum(CAPTUM[name][0](conventional), images.clone().requires_grad_())
+        assert_same(again, expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:captum")
+def test_captums_methods_see_whether_a_network_is_in_training(images):
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.classify = nn.Conv2d(3, 6, 3), nn.Linear(6, 4)
+
+        def forward(self, x):
+            x = torch.relu(self.conv(x)).mean((2, 3))
+            return self.classify(nn.functional.dropout(x, 0.5, self.training))
+
+    network = Network().train()
+    posthoc.deeplift(network, images, TARGETS)
+    network.eval()
+    maps = posthoc.deeplift(network, images, TARGETS)
+    assert torch.equal(posthoc.deeplift(network, images, TARGETS), maps)  # no dropout
+
+
 def test_on_a_bcos_network_integrated_gradients_is_input_times_gradient(bcos, images):
     """f(a·x) = a·f(x), so the gradient is the same all along the line from zero."""
     assert_same(
@@ -390,6 +449,13 @@ def test_targets_are_given_as_to_explain(bcos, images):
         posthoc.grad(bcos, images, TARGETS + 2)
     with pytest.raises(ValueError, match="from 0 to 3"):
         posthoc.rise(bcos, images, torch.tensor([0, 1, -1]), masks=2)
+
+
+@pytest.mark.parametrize("name", NOT_OURS)
+def test_targets_of_no_class_are_refused(name, conventional, images):
+    for targets in (torch.tensor([0, 1, -1]), torch.tensor([4, 0, 0])):
+        with pytest.raises(ValueError, match="from 0 to 3"):
+            posthoc.METHODS[name](conventional, images, targets, **FEW.get(name, {}))
 
 
 def test_ours_is_the_models_own_explanation(bcos, images, conventional):

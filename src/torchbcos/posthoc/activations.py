@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,20 @@ RESCALED = (
     nn.MaxPool3d, nn.Softmax,
 )  # fmt: skip
 
-_known: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
+_POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+#: The same as functions, with what they take beside the input.
+_FUNCTIONS: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
+    "relu": (nn.ReLU, ()),
+    "elu": (nn.ELU, ("alpha",)),
+    "leaky_relu": (nn.LeakyReLU, ("negative_slope",)),
+    "sigmoid": (nn.Sigmoid, ()),
+    "tanh": (nn.Tanh, ()),
+    "softplus": (nn.Softplus, ("beta", "threshold")),
+    "max_pool1d": (nn.MaxPool1d, _POOL),
+    "max_pool2d": (nn.MaxPool2d, _POOL),
+    "max_pool3d": (nn.MaxPool3d, _POOL),
+    "softmax": (nn.Softmax, ("dim",)),
+}
 
 
 def separated(model: nn.Module) -> nn.Module:
@@ -25,24 +37,14 @@ def separated(model: nn.Module) -> nn.Module:
 
     Parameters stay those of `model`, unless it cannot be traced: then this is a copy as it is now.
     """
-    if model not in _known:
-        try:
-            _known[model] = _traced(model)
-        except Exception:  # tracing fails in as many ways as there are networks
-            clone = copy.deepcopy(model)  # and not remembered
-            for module in clone.modules():
-                if getattr(module, "inplace", False):
-                    module.inplace = False  # type: ignore[assignment]
-            return clone
-    return _known[model]
-
-
-#: Activations called as functions or methods, and the modules that do the same.
-_FUNCTIONS: dict[object, type[nn.Module]] = {
-    **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"), nn.ReLU),
-    **dict.fromkeys((F.sigmoid, torch.sigmoid, "sigmoid", "sigmoid_"), nn.Sigmoid),
-    **dict.fromkeys((F.tanh, torch.tanh, "tanh", "tanh_"), nn.Tanh),
-}
+    try:
+        return _traced(model)
+    except Exception:  # tracing fails in as many ways as there are networks
+        clone = copy.deepcopy(model)
+        for module in clone.modules():
+            if getattr(module, "inplace", False):
+                module.inplace = False  # type: ignore[assignment]
+        return clone
 
 
 def _traced(model: nn.Module) -> nn.Module:
@@ -52,11 +54,9 @@ def _traced(model: nn.Module) -> nn.Module:
         traced = fx.symbolic_trace(model)
     modules = dict(traced.named_modules())
     for i, node in enumerate(list(traced.graph.nodes)):
-        module = modules.get(str(node.target)) if node.op == "call_module" else None
-        if node.op in ("call_function", "call_method") and node.target in _FUNCTIONS:
-            module = _FUNCTIONS[node.target]()
-        if isinstance(module, RESCALED):
-            own = copy.deepcopy(module)
+        found = modules[node.target] if node.op == "call_module" else _as_module(node)
+        if isinstance(found, RESCALED):
+            own = copy.deepcopy(found)
             if hasattr(own, "inplace"):
                 own.inplace = False
             name = f"apart_{i}"
@@ -67,3 +67,24 @@ def _traced(model: nn.Module) -> nn.Module:
             traced.graph.erase_node(node)
     traced.recompile()
     return traced
+
+
+def _as_module(node: fx.Node) -> nn.Module | None:
+    """For a function or method that captum has a rule for as a module."""
+    if node.op not in ("call_function", "call_method") or not node.args:
+        return None
+    name = str(getattr(node.target, "__name__", node.target))
+    if node.op == "call_function" and not any(
+        node.target is getattr(place, name, None) for place in (F, torch)
+    ):
+        return None
+    kind, names = _FUNCTIONS.get(name.removesuffix("_"), (None, ()))
+    if kind is None:
+        return None
+    given = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
+    settings = {key: given.pop(key) for key in names if key in given}
+    for ignored in ("inplace", "_stacklevel"):
+        given.pop(ignored, None)
+    if any(given.values()) or any(isinstance(value, fx.Node) for value in settings.values()):
+        return None  # such as indices of a pool, or what another layer computes
+    return kind(**settings)

@@ -186,6 +186,9 @@ def _by_captum(
     attribution: Callable[[nn.Module], object], model: nn.Module, images: Tensor, targets: Targets
 ) -> Tensor:
     subject = Subject.of(model, images, targets)
+    if subject.extremes:
+        with torch.no_grad():
+            subject.logits(subject.x[:1])  # captum does not check targets
     computed = attribution(separated(network_of(model)))
     temperature = subject.model.temperature if isinstance(subject.model, BcosModel) else 1.0
     with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
