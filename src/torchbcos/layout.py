@@ -138,7 +138,8 @@ class _Following(UpTo):
         axes, before, after = self._axes[source], self._shapes[source], self._shapes[node]
         if not axes:
             return UNKNOWN
-        if name in _MOVES or name == "getattr":
+        transposed = name == "getattr" and node.args[1] in ("T", "mT", "H", "mH")
+        if name in _MOVES or transposed:
             sizes = self._moved(node, len(before))
             return frozenset(sizes.index(2 + axis) for axis in axes)
         if name in _RESHAPES:
