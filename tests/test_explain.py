@@ -687,6 +687,20 @@ def test_auxiliary_outputs_in_training_are_left_aside():
     assert_same(tb.explain(TwoOutputs().eval(), images), tb.explain(bare(), images))
 
 
+def test_a_layer_whose_output_is_no_signal_is_warned_of():
+    """A gate's sigmoid multiplies a signal, and is none itself."""
+    torch.manual_seed(0)
+    model = tb.create_model("mobilenet_v3_small", num_classes=3, input_size=32).eval()
+    model.scaling = "custom"
+    images, se = pictures(size=32, dtype=torch.float32), "features.1.block.1"
+    with pytest.warns(UserWarning, match=rf"`layer` \(='{se}.scale_activation'\) is not linear"):
+        e = tb.explain(model, images, layer=f"{se}.scale_activation", unit=0)
+    assert e.residual.abs().max() > 0.1 * e.outputs.abs().max()
+    for layer in (se, f"{se}.fc2"):  # no warning, which would be an error here
+        e = tb.explain(model, images, layer=layer, unit=0)
+        assert_agrees(e.contributions.sum((2, 3)) + e.bias, e.outputs)
+
+
 def test_frozen_parameters_make_no_difference():
     model, images = converted(), pictures()
     expected = tb.explain(model, images)

@@ -85,6 +85,115 @@ def test_blocks_of_the_original_stand_for_their_last_operation(resnet):
         assert torch.equal(tap(resnet, "layer2", x), tap(resnet, "layer2.1", x))
 
 
+class Wired(nn.Module):
+    """A stem, a block given as a function of itself and its signal, what follows it, an end."""
+
+    def __init__(self, block, after=lambda net, y: y):
+        super().__init__()
+        self.stem, self.block, self.fc = nn.Conv2d(3, 4, 1), Function(block), nn.Linear(4, 3)
+        self.after = after
+
+    def forward(self, x):
+        return self.fc(self.after(self, self.block(self.stem(x))).mean([2, 3]))
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.a, self.b, self.act = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.ReLU()
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def with_attention(block, x):
+    y = block.a(x)
+    block.attention = block.b(y).sigmoid()
+    return block.act(y)
+
+
+def first_of_two(block, x):
+    y, block.other = block.a(x), block.b(x)
+    return y
+
+
+def added_in_place(block, x):
+    y = block.a(x)
+    y.add_(block.b(x))
+    return y
+
+
+RETURNED = {
+    "a stored gate comes last": (
+        with_attention,
+        lambda net, y: y * net.block.attention,
+        lambda b, x: b.a(x),
+    ),
+    "another value comes last": (
+        first_of_two,
+        lambda net, y: y + net.block.other,
+        lambda b, x: b.a(x),
+    ),
+    "what follows works in place": (
+        lambda b, x: b.a(x),
+        lambda net, y: y.add_(1.0).mul_(2.0),
+        lambda b, x: b.a(x),
+    ),
+    "its end works in place": (added_in_place, None, lambda b, x: b.a(x) + b.b(x)),
+    "its input": (lambda b, x: x, None, lambda b, x: x),
+    "an activation of its input": (lambda b, x: b.act(x), None, lambda b, x: x),
+    "a list of one": (lambda b, x: [b.act(b.a(x))], lambda net, y: y[0], lambda b, x: b.a(x)),
+}
+
+
+@pytest.mark.parametrize(("block", "after", "expected"), RETURNED.values(), ids=RETURNED)
+def test_a_block_stands_for_what_it_returns(block, after, expected):
+    torch.manual_seed(0)
+    module = Wired(block, after) if after else Wired(block)
+    network = tb.convert(module, input_size=8).network.eval()
+    x = torch.rand(2, 6, 8, 8)
+    with torch.no_grad():
+        stem = network.stem(x)
+        value = expected(getattr(network, "block", None), stem)
+        assert torch.equal(tap(network, "block", x), value)
+        seen = []
+        watch(network, x, {"block": seen.append})
+    assert torch.equal(seen[0], value)
+    assert "block" in layer_names(network)
+
+
+@pytest.mark.parametrize(
+    ("block", "after"),
+    [
+        (lambda b, x: (b.a(x), b.b(x)), lambda net, y: y[0] + y[1]),
+        (lambda b, x: {"a": b.a(x), "b": b.b(x)}, lambda net, y: y["a"] + y["b"]),
+        (lambda b, x: b.a(x).chunk(2, 1), lambda net, y: torch.cat([y[0], y[1]], 1)),
+    ],
+    ids=["tuple", "dict", "chunks"],
+)
+@pytest.mark.parametrize("converted", [True, False])
+def test_a_block_of_several_values_is_refused(block, after, converted):
+    network, x = Wired(block, after), torch.rand(2, 3, 8, 8)
+    if converted:
+        network, x = tb.convert(network, input_size=8).network, torch.rand(2, 6, 8, 8)
+    several = pytest.raises(ValueError, match=r"`layer` \(='block'\) returns several values")
+    with several:
+        tap(network, "block", x)
+    with several:
+        watch(network, x, {"block": lambda _: None})
+    with several:
+        tb.explain(network, x, layer="block", unit=0)
+    assert tap(network, "block.a", x).shape == (2, 4, 8, 8)
+
+
+def test_graphs_of_others_know_no_returns_and_stand_for_their_last_operation():
+    module, x = nn.Sequential(Block(), nn.Flatten()), torch.rand(2, 6, 4, 4)
+    graph = torch.fx.symbolic_trace(module)
+    assert torch.equal(tap(graph, "0", x), module[0](x))
+    assert "0" in layer_names(graph)
+
+
 def test_names_are_in_the_order_of_the_computation(resnet):
     names = layer_names(resnet)
     path = ["conv1", "bn1", "layer1.0.conv1", "layer1.1.conv2", "layer4.0.downsample.0", "fc"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
@@ -15,14 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.optim.swa_utils import AveragedModel
 
+from torchbcos.convert.rewriter import FACTOR
 from torchbcos.encoding import begin_check_values, check_images, encode
 from torchbcos.explanation import Explanation
 from torchbcos.functional import collect_offsets, record_factors, replay_factors
 from torchbcos.layout import tap_with_axis
 from torchbcos.models import BcosModel
-from torchbcos.tap import tap
+from torchbcos.tap import node_of, tap
 from torchbcos.targets import Targets, resolve_targets, targets_of_chunk
 
 __all__ = ["Explanation", "Targets", "Unit", "explain"]
@@ -86,6 +89,8 @@ def explain(
     units: list[Any] = list(unit) if isinstance(unit, list) else [unit]
     if not units:
         raise ValueError("`unit` (=[]) must hold at least one unit.")
+    if layer is not None:
+        _warn_of_factor(getattr(model, "network", model), layer)
     if isinstance(targets, Tensor):
         targets = targets.cpu()  # now, so that the chunks need not wait for the device
     parts = [
@@ -107,6 +112,16 @@ def explain(
         if isinstance(getattr(parts[0], field.name), Tensor)
     }
     return replace(parts[0], **joined)  # type: ignore[arg-type]
+
+
+def _warn_of_factor(network: nn.Module, layer: str) -> None:
+    cause = node_of(network, layer).meta.get(FACTOR) if isinstance(network, GraphModule) else None
+    if cause is not None:
+        warnings.warn(
+            f"`layer` (={layer!r}) is not linear in the image because of {cause}: W(x)·x is not "
+            "its output, and `residual` says by how much it misses.",
+            stacklevel=3,
+        )
 
 
 def _explain_chunk(

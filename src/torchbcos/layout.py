@@ -20,7 +20,7 @@ from torchbcos.convert.rewriter import name_of
 from torchbcos.convert.tracers import class_key
 from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosConv1d, BcosConv2d, BcosConv3d, BcosLinear
-from torchbcos.tap import UpTo, node_of, tap
+from torchbcos.tap import UpTo, node_of, one_tensor, tap
 
 __all__ = ["channel_axis", "tap_with_axis"]
 
@@ -55,7 +55,7 @@ def tap_with_axis(network: nn.Module, layer: str, x: Tensor) -> tuple[Tensor, in
     if isinstance(network, fx.GraphModule):
         node = node_of(network, layer)
         run = _Following(network, node)
-        out, axis = run.run(x), run.axis(node)
+        out, axis = one_tensor(run.run(x), layer), run.axis(node)
     else:
         out, axis = _watched(network, layer, x)
     if out.dim() == 2:

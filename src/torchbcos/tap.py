@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-__all__ = ["Look", "UpTo", "layer_names", "node_of", "tap", "watch"]
+from torchbcos.convert.tracers import PART_OF, RETURNED_BY
+
+__all__ = ["Look", "UpTo", "layer_names", "node_of", "one_tensor", "tap", "watch"]
 
 #: Given a layer's output; what it returns, if anything, goes on in its place.
 Look = Callable[[Tensor], Tensor | None]
@@ -18,12 +20,12 @@ Look = Callable[[Tensor], Tensor | None]
 def tap(network: nn.Module, layer: str, x: Tensor) -> Tensor:
     """The output of the submodule `layer` when `network` is given `x`; nothing after it is run.
 
-    In a converted network every name of the original works: a block that is no module of its own
-    any more stands for the last operation that came from it.
+    In a converted network the name of a block of the original, which is no module of its own any
+    more, stands for the value that the block returned.
     """
     if not isinstance(network, fx.GraphModule):
-        return _tap_module(network, layer.removeprefix("network."), x)
-    return UpTo(network, node_of(network, layer)).run(x)  # type: ignore[no-any-return]
+        return one_tensor(_tap_module(network, layer.removeprefix("network."), x), layer)
+    return one_tensor(UpTo(network, node_of(network, layer)).run(x), layer)
 
 
 def watch(network: nn.Module, x: Tensor, looks: Mapping[str, Look]) -> Any:
@@ -31,7 +33,7 @@ def watch(network: nn.Module, x: Tensor, looks: Mapping[str, Look]) -> Any:
 
     Names are those of `tap`; of a layer that is used several times the first use is shown.
     """
-    looks = {name.removeprefix("network."): look for name, look in looks.items()}
+    looks = {name.removeprefix("network."): _checked(name, look) for name, look in looks.items()}
     if not isinstance(network, fx.GraphModule):
         return _watch_modules(network, x, looks)
     nodes: dict[fx.Node, list[Look]] = {}
@@ -44,9 +46,11 @@ def layer_names(network: nn.Module) -> list[str]:
     """The names that `tap` takes, in the order of the computation."""
     if not isinstance(network, fx.GraphModule):
         return [name for name, _ in network.named_modules() if name]
+    is_marked = _is_marked(network)
     names: dict[str, None] = {}
     for node in network.graph.nodes:
-        for name in (*(node.meta.get("nn_module_stack") or {}), _target(node)):
+        blocks = node.meta.get(RETURNED_BY if is_marked else "nn_module_stack") or ()
+        for name in (*blocks, _target(node)):
             if name:
                 names[name] = None
     return list(names)
@@ -59,15 +63,40 @@ def _target(node: fx.Node) -> str:
 def node_of(network: fx.GraphModule, layer: str) -> fx.Node:
     """The operation of the graph whose value is the output of `layer`."""
     layer = layer.removeprefix("network.")
+    is_marked = _is_marked(network)
     found: fx.Node | None = None
     for node in network.graph.nodes if layer else ():
+        returned = node.meta.get(RETURNED_BY if is_marked else "nn_module_stack") or ()
         if _target(node) == layer:
             return node  # type: ignore[no-any-return]
-        if layer in (node.meta.get("nn_module_stack") or {}):
+        if layer in node.meta.get(PART_OF, ()):
+            raise _several(layer)
+        if layer in returned:
             found = node
     if found is None:
         raise _unknown(network, layer)
     return found
+
+
+def _is_marked(network: fx.GraphModule) -> bool:
+    """Whether the graph knows what blocks return; of others their last operation is taken."""
+    return any(RETURNED_BY in node.meta for node in network.graph.nodes)
+
+
+def one_tensor(value: Any, layer: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise _several(layer)
+    return value
+
+
+def _checked(layer: str, look: Look) -> Look:
+    return lambda value: look(one_tensor(value, layer))
+
+
+def _several(layer: str) -> ValueError:
+    return ValueError(
+        f"`layer` (={layer!r}) returns several values and not one tensor: give a layer within it."
+    )
 
 
 class UpTo(fx.Interpreter):

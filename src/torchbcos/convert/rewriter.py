@@ -21,10 +21,12 @@ from torch import Tensor, fx, nn
 
 from torchbcos.convert.report import Change
 from torchbcos.convert.trace import submodule
+from torchbcos.convert.tracers import PART_OF, RETURNED_BY
 from torchbcos.layers import BcosLayer
 
 __all__ = [
     "CONSTANT",
+    "FACTOR",
     "SIGNAL",
     "Kind",
     "Options",
@@ -56,6 +58,9 @@ class Options:
     max_out: int
     norm: str | None  # None or "uncentred"
 
+
+#: In a node's `meta`: by what its value became a factor.
+FACTOR = "factor"
 
 CONSTANT = Value(Kind.CONSTANT)
 SIGNAL = Value(Kind.SIGNAL)
@@ -103,7 +108,9 @@ class Rewriter:
         for node in _out_of_place(self.gm.graph):
             self.breaks.append(f"a change of a view in place at {self.place(node)}")
         for node in list(self.gm.graph.nodes):
-            self.values[node] = self.visit(node)
+            value = self.values[node] = self.visit(node)
+            if value.kind is Kind.FACTOR:
+                node.meta[FACTOR] = value.cause
         self.gm.graph.eliminate_dead_code()
         self.gm.delete_all_unused_submodules()
         self.gm.recompile()
@@ -189,6 +196,7 @@ class Rewriter:
     def remove(self, node: fx.Node) -> Value:
         self.note(node, "removed")
         source = node.all_input_nodes[0]
+        _hand_on(node, source)
         node.replace_all_uses_with(source)
         self.gm.graph.erase_node(node)
         return self.values[source]
@@ -239,6 +247,16 @@ def _by_position(node: fx.Node) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
+def _hand_on(old: fx.Node, new: fx.Node, within: tuple[str, ...] | None = None) -> None:
+    """Another value is now what blocks return: all of them, or those that it is computed in."""
+    for mark in (RETURNED_BY, PART_OF):
+        names = old.meta.get(mark, ())
+        moved = tuple(name for name in names if within is None or name in within)
+        if moved:
+            old.meta[mark] = tuple(name for name in names if name not in moved)
+            new.meta[mark] = (*new.meta.get(mark, ()), *moved)
+
+
 def assigned(x: Tensor, place: Any, value: Any) -> Tensor:
     """`x` with `value` at `place`, as a new tensor."""
     x = x.clone()
@@ -284,6 +302,7 @@ def _out_of_place(graph: fx.Graph) -> list[fx.Node]:
                 node.meta["shape"] = changed.meta.get("shape", ())
             if any(user not in met for user in _viewed(changed).users) and _is_view(changed):
                 through_views.append(node)
+            _hand_on(changed, node, tuple(node.meta.get("nn_module_stack") or ()))
             changed.replace_all_uses_with(node, lambda user: user not in met)
     return through_views
 

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.node import has_side_effect, map_arg
+from torch.fx.node import has_side_effect, map_aggregate, map_arg
 
 __all__ = [
     "LEAVES",
+    "PART_OF",
+    "RETURNED_BY",
     "DependsOnValuesError",
     "FollowingTracer",
     "Tracer",
@@ -74,6 +76,10 @@ _NEW_TENSORS = (
 )
 
 
+#: In a node's `meta`: the names of the blocks whose output it is, or one of whose outputs.
+RETURNED_BY, PART_OF = "returned_by", "part_of"
+
+
 class Tracer(fx.Tracer):
     """Of a module's first argument; all others have their defaults."""
 
@@ -90,6 +96,21 @@ class Tracer(fx.Tracer):
             or is_auxiliary(m)
             or super().is_leaf_module(m, module_qualified_name)
         )
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """What a block returns is marked with its name, when it is called first."""
+        name = self.path_of_module(m)
+        is_first = name not in self.num_calls and not self.is_leaf_module(m, name)
+        out = super().call_module(m, forward, args, kwargs)
+        parts: list[fx.Proxy] = []
+        if is_first:
+            map_aggregate(out, lambda a: parts.append(a) if isinstance(a, fx.Proxy) else a)
+        mark = RETURNED_BY if len(parts) == 1 else PART_OF
+        for part in parts:
+            part.node.meta[mark] = (*part.node.meta.get(mark, ()), name)
+        return out
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
