@@ -159,6 +159,8 @@ def test_the_growth_ablation_has_the_papers_sizes(growth):
 
 
 def test_changes_are_laid_over_the_recipe():
+    words = read_recipe("cifar10", "there", ["options.norm=uncentred"])
+    assert words.options["norm"] == "uncentred"
     config = read_recipe("cifar10", "there", ["lr=2e-3", "optimiser=sgd", "options.b=1.5"])
     assert (config.data, config.lr, config.optimiser) == ("there", 2e-3, "sgd")
     assert config.options == {"b": 1.5, "max_out": 2}

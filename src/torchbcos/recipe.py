@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -93,7 +95,7 @@ def _setting(change: str) -> dict[str, Any]:
     name, found, value = change.partition("=")
     if not found:
         raise ValueError(f"`{change}` must be name=value, as in lr=3e-4.")
-    try:
-        return tomllib.loads(f"{name} = {value}")
-    except tomllib.TOMLDecodeError:
-        return {name.strip(): value.strip()}  # a bare word is text
+    for written in (value, json.dumps(value.strip(), ensure_ascii=False)):  # a bare word is text
+        with contextlib.suppress(tomllib.TOMLDecodeError):
+            return tomllib.loads(f"{name} = {written}")
+    return {name.strip(): value.strip()}  # no setting has such a name
