@@ -312,6 +312,53 @@ def test_mixed_images_are_trained_towards_their_shares(little_data, tmp_path, mo
     assert mixed > 0
 
 
+def test_auxiliary_logits_of_no_weight_have_gradients_for_ddp_to_wait_for():
+    main, other = (torch.randn(2, 3, requires_grad=True) for _ in range(2))
+    run = mock.Mock(config=config(auxiliary_weight=0.0))
+    loss = train._Run._criterion(run, (main, other), torch.tensor([0, 2]))
+    loss.backward()
+    assert main.grad.any()
+    assert torch.equal(other.grad, torch.zeros(2, 3))
+    alone = train._Run._criterion(run, main, torch.tensor([0, 2]))
+    assert torch.equal(loss, alone)
+
+
+def test_the_number_of_right_answers_is_resumed_by_any_number_of_processes(tmp_path):
+    """Of two processes, of which each had 5 right and this one a loss of 1, the other of 3."""
+
+    def all_reduce(value, reduce_op="mean"):
+        return {"sum": 10.0, "mean": 2.0}[reduce_op] + 0 * value
+
+    two = mock.MagicMock(out=tmp_path, fabric=mock.Mock(world_size=2, all_reduce=all_reduce))
+    two.state = mock.Mock(loss=torch.tensor(1.0), correct=torch.tensor(5.0))
+    written = {}
+    two.state.save = lambda *_, **__: written.update(
+        loss=two.state.loss.item(), correct=two.state.correct.item()
+    )
+    train._Run.save_state(two)
+    assert written == {"loss": 2, "correct": 10}
+    assert two.state.correct == 5  # if it goes on
+    (tmp_path / train.STATE).touch()
+    for world in (1, 4):
+        resumed = mock.MagicMock(out=tmp_path, fabric=mock.Mock(world_size=world))
+        resumed.state.correct = torch.tensor(written["correct"])
+        train._Run.load_state(resumed)
+        assert resumed.state.correct * world == 10
+
+
+def test_dropout_differs_between_steps_and_processes():
+    seeds = {
+        train._Run._seed_of_dropout(
+            mock.Mock(config=config(seed=3), fabric=mock.Mock(global_rank=rank), state=state)
+        )
+        for rank in range(8)
+        for state in (mock.Mock(step=step) for step in range(5))
+    }
+    assert len(seeds) == 40
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert (3 << 32) + 4 in seeds  # a single process's are plain
+
+
 def test_cutmix_needs_pairs(little_data, tmp_path):
     with pytest.raises(ValueError, match=r"`batch` \(=15\) .* times the 2 images that `cutmix`"):
         train.train(config(cutmix=0.5, batch=15), tmp_path, console=QUIET)

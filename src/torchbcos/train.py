@@ -216,12 +216,18 @@ class _Run:
         set_rate(state.optimiser, self.config.lr_at(state.step / self.steps_per_epoch))
         if images.shape != self.captured and self._can_capture():
             self._capture(images, labels)
-        torch.manual_seed(((self.config.seed << 32) + state.step) % 2**63)  # of dropout
+        torch.manual_seed(self._seed_of_dropout())
         self.update(images, labels)
         state.step += 1
         if images.is_cuda:
             self.watch.check(self.wrapped, state.model, images)
         self.progress.show(state, self.fabric.world_size)
+
+    def _seed_of_dropout(self) -> int:
+        """Each step and process has its own."""
+        rank: int = self.fabric.global_rank
+        own = rank * 0x9E3779B97F4A7C15  # far from any other's
+        return ((self.config.seed << 32) + self.state.step + own) % 2**63
 
     def _update(self, images: Tensor, labels: Tensor) -> None:
         c, state = self.config, self.state
@@ -272,7 +278,7 @@ class _Run:
         if self.config.label_smoothing:
             target = target + self.config.label_smoothing * (1 / main.shape[1] - target)
         loss = F.binary_cross_entropy_with_logits(main, target)
-        for other in others if self.config.auxiliary_weight else ():
+        for other in others:  # also with a weight of 0: DDP waits for gradients of all weights
             extra = F.binary_cross_entropy_with_logits(other, target)
             loss = loss + self.config.auxiliary_weight * extra
         return loss
@@ -348,19 +354,22 @@ class _Run:
 
     def save_state(self) -> None:
         self.watch.wait()
-        for total in (self.state.loss, self.state.correct):  # so that any process may resume them
-            total.copy_(self.fabric.all_reduce(total.clone()))
+        state = self.state  # the loss is a mean over processes, so that any number may resume
+        state.loss.copy_(self.fabric.all_reduce(state.loss.clone()))
+        state.correct.copy_(self.fabric.all_reduce(state.correct.clone(), reduce_op="sum"))
         self.state.save(
             self.out / STATE,
             self.config,
             len(self.data.train),
             write=self.fabric.is_global_zero,
         )
+        state.correct /= self.fabric.world_size
 
     def load_state(self) -> None:
         path = self.out / STATE
         if path.exists():  # else nothing was finished yet, and this is the beginning
             self.state.load(path, self.config, len(self.data.train))
+            self.state.correct /= self.fabric.world_size
 
     def finished_model(self) -> BcosModel:
         if self.state.averaged:
