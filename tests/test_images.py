@@ -3,6 +3,7 @@
 import io
 import os
 import struct
+import warnings
 import zlib
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from torchbcos import images
 from torchbcos.images import ImageError, find_images, read_image
 
 RGB = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
@@ -36,6 +38,17 @@ def as_bytes(tensor):
 
 
 # Lossless formats give the same pixels.
+
+
+def test_threads_that_overlap_leave_warnings_as_they_were():
+    before = list(warnings.filters)
+    first, second = images._naming("a"), images._naming("b")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert warnings.filters != before  # the second is still in
+    second.__exit__(None, None, None)
+    assert warnings.filters == before
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import math
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-__all__ = ["ImageError", "check_image", "find_images", "read_image", "read_pixels"]
+__all__ = ["ImageError", "check_image", "find_images", "image_size", "read_image", "read_pixels"]
 
 
 class ImageError(ValueError):
@@ -105,6 +106,12 @@ def check_image(path: Path | str) -> None:
         _to_rgb(file, 3, path)
 
 
+def image_size(path: Path | str) -> tuple[int, int]:
+    """(width, height) as the file says."""
+    with _naming(path), Image.open(path) as file:
+        return file.size
+
+
 def _box(size: tuple[int, int], crop: Sequence[float]) -> tuple[float, float, float, float]:
     """(left, top, right, bottom) in pixels."""
     (width, height), (area, ratio, x, y) = size, crop
@@ -114,13 +121,41 @@ def _box(size: tuple[int, int], crop: Sequence[float]) -> tuple[float, float, fl
     return left, top, left + w, top + h
 
 
+class _Filters:
+    """Pillow's warnings as we want them while any thread is in here.
+
+    Filters are the whole process's: the first thread in sets them, and the last one out puts back
+    what was there.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.threads = threading.Lock(), 0
+        self.before = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.threads += 1
+            if self.threads == 1:
+                self.before = warnings.catch_warnings()
+                self.before.__enter__()
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                warnings.filterwarnings("ignore", category=UserWarning, module="PIL")
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.threads -= 1
+            if self.threads == 0:
+                self.before.__exit__(None, None, None)
+
+
+_filters = _Filters()
+
+
 @contextmanager
 def _naming(path: Path | str) -> Iterator[None]:
     """Whatever goes wrong with a file becomes an `ImageError` with its name."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            warnings.filterwarnings("ignore", category=UserWarning, module="PIL")
+        with _filters:
             yield
     except FileNotFoundError as error:
         raise ImageError(f"{path} does not exist: check the name.") from error
