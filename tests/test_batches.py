@@ -312,6 +312,24 @@ def test_what_was_found_is_kept_for_the_next_start(damaged, tmp_path, monkeypatc
     assert [images.files[i] for i in found] == [str(damaged / "train" / "a" / "cut.jpg")]
     monkeypatch.setattr("torchbcos.batches.check_image", lambda _: pytest.fail("searched again"))
     assert find_damaged(images, record, workers=0) == found
+    monkeypatch.undo()
+    draw(damaged / "train" / "a" / "cut.jpg", 3)  # mended
+    assert find_damaged(images, record, workers=0) == {}
+
+
+@pytest.mark.parametrize("memory", [4.0, 0.0])
+def test_the_size_is_that_of_the_first_image_that_can_be_read(folder, memory):
+    (folder / "train" / "a" / "00.png").write_bytes(b"no image")
+    split = open_data(folder, bad="skip", memory=memory)
+    assert split.train.size == (20, 20)
+    if memory:
+        assert len(split.train) == 11
+        with pytest.raises(DataError, match=r"1 of 12 images cannot be read.*00\.png"):
+            open_data(folder)
+    for file in folder.rglob("*.png"):
+        file.write_bytes(b"no image")
+    with pytest.raises(DataError, match="none of 12 images can be read"):
+        open_data(folder, bad="skip", memory=memory)
 
 
 def test_a_file_that_breaks_during_training_is_named(folder):
@@ -397,6 +415,13 @@ def test_the_wrong_folder_for_test_images_is_refused(folder):
         open_data(folder / "val" / "a", only="test")
     with pytest.raises(DataError, match=r"`only` \(='val'\) must be 'train', 'test' or ''"):
         open_data(folder, only="val")
+
+
+@pytest.mark.parametrize("form", ["bin", "py"])
+def test_cifar_has_one_size(tmp_path, form):
+    (tmp_path / f"cifar-10-batches-{form}").mkdir()
+    with pytest.raises(DataError, match="holds images of 32×32 pixels, not of 64: ask for 32"):
+        open_data(tmp_path, 64)
 
 
 def test_cifar_in_its_binary_form(tmp_path):

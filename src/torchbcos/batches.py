@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -210,9 +211,10 @@ def find_damaged(
 ) -> dict[int, str]:
     """A sentence for each file that cannot be read, by its index.
 
-    What was found is kept in `record`, if given, and not searched again for the same file names.
+    What was found is kept in `record`, if given, and not searched again for the same files: those
+    of the same names, lengths and times of their last change.
     """
-    digest = hashlib.sha256("\0".join(images.files).encode()).hexdigest()
+    digest = _digest(images.files)
     if record is not None and record.exists():
         known = json.loads(record.read_text())
         if known["files"] == digest:
@@ -225,6 +227,18 @@ def find_damaged(
         text = json.dumps({"files": digest, "damaged": damaged}, indent=1)
         write_atomically(record, text.encode())
     return damaged
+
+
+def _digest(files: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            found = os.stat(file)  # noqa: PTH116 (a million paths as strings)
+            stamp = f"{found.st_size} {found.st_mtime_ns}"
+        except OSError:
+            stamp = "not there"
+        digest.update(f"{file}\0{stamp}\0".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 def _generator(seed: int, number: int, stream: int) -> Generator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from torchbcos.images import ImageError, read_pixels
+from torchbcos.images import ImageError, image_size, read_pixels
 from torchbcos.shapes import Shapes, shapes
 
 __all__ = [
@@ -185,10 +186,12 @@ def open_data(
     if (root / PACKED).exists():
         return _packed(root, size)
     if (root / "data_batch_1.bin").exists() or (root / "cifar-10-batches-bin").is_dir():
+        _check_size(root, (32, 32), size, "ask for 32, or make class folders of them")
         return _cifar_binary(
             root if (root / "data_batch_1.bin").exists() else root / "cifar-10-batches-bin"
         )
     if (root / "cifar-10-batches-py").is_dir():
+        _check_size(root, (32, 32), size, "ask for 32, or make class folders of them")
         return _cifar_python(root)
     train, test, classes = _folders(root, size, bad, part, only)
     count = len(train) * (only != "test") + len(test) * (only != "train")
@@ -222,14 +225,18 @@ def _packed(folder: Path, size: int | None) -> Split:
     def read(name: str, skipped: Sequence[str] = ()) -> Images:
         arrays = [np.load(folder / f"{name}{end}.npy", mmap_mode="c") for end in ("", "-labels")]
         pixels, labels = map(torch.from_numpy, arrays)
-        if size is not None and pixels.shape[2:] != (size, size):
-            raise DataError(
-                f"{folder} holds images of {pixels.shape[2]}×{pixels.shape[3]} pixels, not of "
-                f"{size}: name the folder that it was made from."
-            )
+        held = (pixels.shape[2], pixels.shape[3])
+        _check_size(folder, held, size, "name the folder that it was made from")
         return Images(pixels, labels, tuple(skipped))
 
     return Split(read("train", about["skipped"]), read("test"), tuple(about["classes"]))
+
+
+def _check_size(folder: Path, held: tuple[int, int], size: int | None, remedy: str) -> None:
+    if size is not None and held != (size, size):
+        raise DataError(
+            f"{folder} holds images of {held[0]}×{held[1]} pixels, not of {size}: {remedy}."
+        )
 
 
 def _shapes_split(size: int) -> Split:
@@ -327,8 +334,7 @@ def _folders(
         raise DataError(f"{root} must hold {what}.")
     classes = tuple(train)
     if size is None:
-        with Image.open(train[classes[0]][0]) as first:
-            size = min(first.size)
+        size = _size_of_first([file for name in classes for file in train[name]])
     sets = [
         ImageFiles(
             tuple(file for name in classes for file in files.get(name, ())),
@@ -342,6 +348,14 @@ def _folders(
     if _IMAGENETTE.keys() >= set(classes):
         classes = tuple(_IMAGENETTE[name] for name in classes)
     return sets[0], sets[1], classes
+
+
+def _size_of_first(files: Sequence[str]) -> int:
+    """The shorter side of the first that can be read; what becomes of others is said later."""
+    for file in files:
+        with contextlib.suppress(ImageError):
+            return min(image_size(file))
+    raise DataError(f"none of {len(files)} images can be read: is {files[0]} one?")
 
 
 def _files_by_class(folder: Path) -> dict[str, list[str]]:
