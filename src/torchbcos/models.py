@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchbcos.convert import Conversion, Report, convert_network
+from torchbcos.convert import Conversion, Report, convert_lazily, convert_network
 from torchbcos.convert.trace import as_pair
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.functional import add_offset
@@ -243,7 +243,7 @@ def create_model(
     build = _builder(name, {"num_classes": num_classes, **options})
     if input_size is None:
         input_size = _SIZES.get(name)
-    conversion = _convert_lazily(build, {**conversion_options, "size": input_size})
+    conversion = convert_lazily(build, {**conversion_options, "size": input_size})
     architecture = Architecture(name, {"num_classes": num_classes, **conversion_options, **options})
     model = _model(conversion, classes, architecture)
     if preset is not None:
@@ -385,25 +385,3 @@ _SIZES = {"cifar9": 32, "cifar_resnet": 32, "mini": 48}
 _CONVENTIONAL = "conventional/"
 _V2 = "v2/"
 _USUAL = {"b": 2.0, "max_out": 2, "norm": None, "head": "conv", "strict": True}
-
-
-def _convert_lazily(build: Callable[[], nn.Module], options: dict[str, Any]) -> Conversion:
-    """Convert without ever giving the conventional network weights, where nothing of it stays."""
-    try:
-        with torch.device("meta"):
-            conversion = convert_network(build(), **options)
-    except (NotImplementedError, RuntimeError):  # its constructor computes with tensors
-        return convert_network(build(), **options)
-    if not all(_remakes_itself(m) for m in conversion.network.modules()):
-        return convert_network(build(), **options)
-    conversion.network.to_empty(device=torch.get_default_device())
-    for module in conversion.network.modules():
-        reset = getattr(module, "reset_parameters", None)
-        if reset is not None:
-            reset()
-    return conversion
-
-
-def _remakes_itself(module: nn.Module) -> bool:
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return not own or hasattr(module, "reset_parameters")

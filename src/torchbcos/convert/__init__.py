@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Never
 
+import torch
 from torch import fx, nn
 from torch.fx.graph import CodeGen
 
@@ -32,7 +33,7 @@ from torchbcos.convert.trace import (
 )
 from torchbcos.convert.tracers import is_auxiliary, is_followed
 
-__all__ = ["Change", "Conversion", "Report", "convert_network"]
+__all__ = ["Change", "Conversion", "Report", "convert_lazily", "convert_network"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,28 @@ def convert_network(
             "and have `residual` say by how much W(x)·x misses."
         )
     return Conversion(network, report, channels, used_size, _outputs(network))
+
+
+def convert_lazily(build: Callable[[], nn.Module], options: dict[str, Any]) -> Conversion:
+    """Convert without ever giving the conventional network weights, where nothing of it stays."""
+    try:
+        with torch.device("meta"):
+            conversion = convert_network(build(), **options)
+    except (NotImplementedError, RuntimeError):  # its constructor computes with tensors
+        return convert_network(build(), **options)
+    if not all(_remakes_itself(m) for m in conversion.network.modules()):
+        return convert_network(build(), **options)
+    conversion.network.to_empty(device=torch.get_default_device())
+    for module in conversion.network.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+    return conversion
+
+
+def _remakes_itself(module: nn.Module) -> bool:
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return not own or hasattr(module, "reset_parameters")
 
 
 def _traced(
