@@ -312,17 +312,6 @@ def test_mixed_images_are_trained_towards_their_shares(little_data, tmp_path, mo
     assert mixed > 0
 
 
-def test_auxiliary_logits_of_no_weight_have_gradients_for_ddp_to_wait_for():
-    main, other = (torch.randn(2, 3, requires_grad=True) for _ in range(2))
-    run = mock.Mock(config=config(auxiliary_weight=0.0))
-    loss = train._Run._criterion(run, (main, other), torch.tensor([0, 2]))
-    loss.backward()
-    assert main.grad.any()
-    assert torch.equal(other.grad, torch.zeros(2, 3))
-    alone = train._Run._criterion(run, main, torch.tensor([0, 2]))
-    assert torch.equal(loss, alone)
-
-
 def test_the_number_of_right_answers_is_resumed_by_any_number_of_processes(tmp_path):
     """Of two processes, of which each had 5 right and this one a loss of 1, the other of 3."""
 

@@ -278,7 +278,7 @@ class _Run:
         if self.config.label_smoothing:
             target = target + self.config.label_smoothing * (1 / main.shape[1] - target)
         loss = F.binary_cross_entropy_with_logits(main, target)
-        for other in others:  # also with a weight of 0: DDP waits for gradients of all weights
+        for other in others if self.config.auxiliary_weight else ():
             extra = F.binary_cross_entropy_with_logits(other, target)
             loss = loss + self.config.auxiliary_weight * extra
         return loss
