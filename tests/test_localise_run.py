@@ -291,10 +291,10 @@ def test_the_command_prints_a_table_and_takes_conventional_baselines(files, monk
     class Conventional(torch.nn.Module):  # to the methods: they see no B-cos model
         def __init__(self):
             super().__init__()
-            self.network = tb.load(files / "b2.5.safetensors")
+            self.network = tb.load(files / "b2.5.safetensors").network
 
         def forward(self, images):
-            return self.network(images)
+            return self.network(tb.encoding.encode(images))
 
     loaded = []
 
