@@ -105,6 +105,7 @@ def test_code_that_decides_by_the_length_of_the_batch_is_not_followed():
 
     model = convert(Net(body))
     assert "without tracing" in model.report.note
+    assert "decides by how many images there are" in model.report.note
 
 
 def test_code_that_asks_for_learned_values_is_no_question_about_the_image():

@@ -97,7 +97,11 @@ def _followed(
 
     def follow(size: tuple[int, int]) -> fx.GraphModule:
         gm = _graph(module, FollowingTracer(leaf_names, (BATCH, channels, *size)))
-        shapes(gm, channels, size, batch=2)  # what was decided by the length of the batch shows
+        shapes(gm, channels, size)
+        try:
+            shapes(gm, channels, size, batch=2)
+        except ShapeError as error:
+            raise TraceError("its code decides by how many images there are") from error
         shapes(gm, channels, size)
         return gm
 
