@@ -18,6 +18,7 @@ from torchbcos import render
 from torchbcos.album import BATCH, Request, make_album
 from torchbcos.images import read_image
 from torchbcos.page import Panel, Section, build_page, png
+from trained import make_vit
 
 CLASSES = tuple(f"class{i}" for i in range(10))
 
@@ -356,3 +357,8 @@ def test_progress_is_shown_for_many_images_only(model, folder):
         console = Console(file=io.StringIO(), force_terminal=True)
         make_album(paths, model, Request(), folder / "out", console)
         assert ("explaining" in console.file.getvalue()) == shown
+
+
+def test_a_size_that_a_network_of_one_size_does_not_take_is_refused(folder):
+    with pytest.raises(ValueError, match=r"`--size` \(=24×24 px\) .* it takes 16×16 px only\.$"):
+        album_of([photo(folder / "a.png")], make_vit(), folder, size=24)

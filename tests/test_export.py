@@ -13,6 +13,7 @@ import torchbcos as tb
 from cases import caller
 from torchbcos import export as export_module
 from torchbcos.export import ExportError, export
+from trained import make_vit
 
 CLASSES = ("tench", "français", "chain saw", "church")
 
@@ -270,3 +271,8 @@ def test_multiples_of_the_batch_are_told_as_such(tmp_path, capfd):
     values = onnx.load(made.path).graph.value_info
     names = {d.dim_param for v in values for d in v.type.tensor_type.shape.dim if d.dim_param}
     assert names == {"batch", "16*batch"}
+
+
+def test_a_size_that_a_network_of_one_size_does_not_take_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"`size` \(=24\) .* it takes 16×16 px only\.$"):
+        export(make_vit(), tmp_path / "m.onnx", size=24)

@@ -15,7 +15,7 @@ from torchbcos import baseline, cli, cli_localise, localise_page, localise_run, 
 from torchbcos.data import Images, Split
 from torchbcos.localise import compose, score_cells
 from torchbcos.localise_run import Game, play
-from trained import CLASSES, some_shapes
+from trained import CLASSES, make_vit, some_shapes
 
 GAME = Game(grids=6, n=2)
 QUICK = ("ours", "ixg", "gradcam")
@@ -347,3 +347,23 @@ def test_data_of_other_classes_is_refused(files, images, monkeypatch):
             ["localise", "--model", f"{files}/b2.5.safetensors", "--data", "four"],
             catch_exceptions=False,
         )
+
+
+def test_sizes_that_a_network_does_not_take_are_refused(images):
+    small = Images(images.pixels[..., :16, :16], images.labels)
+    vit = make_vit()
+    with pytest.raises(ValueError, match=r"^a cell \(=32×32 px\).* takes 16×16 px only; .*`size`"):
+        play(vit, images, ["ixg"], GAME)
+    for setting in ("grid", "dipart"):
+        with pytest.raises(ValueError, match=r"^a grid of 2×2 cells \(=32×32 px\).* 'difull'\.$"):
+            play(vit, small, ["ixg"], Game(grids=1, n=2, setting=setting))
+    pool = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 20), torch.nn.AdaptiveAvgPool2d(1))
+    with pytest.raises(ValueError, match=r"^a cell \(=16×16 px\).*Kernel size"):
+        play(torch.nn.Sequential(pool, torch.nn.Flatten()), small, ["ixg"], GAME)
+
+
+def test_a_network_of_one_size_sees_each_cell_by_itself(images, monkeypatch):
+    small = Images(images.pixels[..., :16, :16], images.labels)
+    monkeypatch.setattr(localise_run, "plan_grids", lambda *_, **__: torch.arange(4)[None])
+    played = play(make_vit(), small, ["ixg"], Game(grids=1, n=2, setting="difull"))
+    assert played.methods[0].scores.shape == (1, 4)

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+import torchvision
 
 import torchbcos as tb
 from torchbcos.data import shapes
@@ -43,4 +44,13 @@ def train_on_shapes(b, *, steps=250, shuffle_labels=False):
             loss.backward()
             optimiser.step()
             schedule.step()
+    return model.eval()
+
+
+def make_vit():
+    """It takes images of 16×16 px only."""
+    torch.manual_seed(0)
+    network = torchvision.models.VisionTransformer(16, 8, 1, 2, 16, 32, num_classes=4)
+    model = tb.convert(network, input_size=16, classes=CLASSES)
+    tb.calibrate(model, torch.rand(4, 3, 16, 16))
     return model.eval()

@@ -103,3 +103,14 @@ def padding_pairs(
         )
     totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     return tuple((total // 2, total - total // 2) for total in totals)
+
+
+def why_unsuitable(error: Exception, model: torch.nn.Module) -> str:
+    """Why images of a size are not for the network, from what it raised; without a full stop.
+
+    What networks of one size assert was written for the original network, before conversion.
+    """
+    size = getattr(model, "input_size", None)
+    if isinstance(error, AssertionError) and size is not None:
+        return f"it takes {size[0]}×{size[1]} px only"
+    return " ".join(str(error).split()).rstrip(".!") or "it takes images of its own size only"

@@ -16,6 +16,7 @@ from rich.progress import track
 from torch import Tensor
 
 from torchbcos import render
+from torchbcos._arguments import why_unsuitable
 from torchbcos.explain import explain
 from torchbcos.explanation import Explanation
 from torchbcos.images import ImageError, find_images, read_image
@@ -110,11 +111,11 @@ def make_album(
         images = torch.stack([image for _, image in batch])
         try:
             e = _explain(model, images, targets, request)
-        except RuntimeError as error:  # too small for a pool, too large for the memory
+        except (RuntimeError, AssertionError) as error:  # as too small for a pool
             height, width = images.shape[-2:]
-            reason = " ".join(str(error).split()).rstrip(".")
             raise ValueError(
-                f"`--size` (={height}×{width} px) does not suit the network: {reason}."
+                f"`--size` (={height}×{width} px) does not suit the network: "
+                f"{why_unsuitable(error, model)}."
             ) from error
         for (file, image), one in zip(batch, _each(e), strict=True):
             section, result = _show(file, names[file], image, one, request, out, used)

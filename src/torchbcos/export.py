@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchbcos._arguments import why_unsuitable
 from torchbcos._version import __version__
 from torchbcos.checkpoint import write_atomically
 from torchbcos.encoding import decode
@@ -219,9 +220,10 @@ def _expected(model: BcosModel, images: Tensor) -> tuple[Tensor, Explanation]:
         with torch.no_grad():
             logits = logits_of(model, network_input(model, images))
         return logits, explain(model, images)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"`size` (={images.shape[-1]}) does not suit the network: {error}"
+            f"`size` (={images.shape[-1]}) does not suit the network: "
+            f"{why_unsuitable(error, model)}."
         ) from error
 
 

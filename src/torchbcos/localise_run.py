@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
+from torchbcos._arguments import why_unsuitable
 from torchbcos._version import __version__
 from torchbcos.checkpoint import write_atomically
 from torchbcos.data import ImageSet
@@ -148,6 +149,7 @@ def _play(
     console: Console,
     tell: Callable[[MethodScores], None],
 ) -> Played:
+    _check_fits(model, images, game)
     logits = _predict(model, images, batch * game.n**2, console)
     plan = plan_grids(
         logits, images.labels, grids=game.grids, n=game.n, preset=game.preset, seed=game.seed
@@ -312,6 +314,30 @@ def _evidence() -> dict[str, str]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
+
+
+@torch.no_grad()
+def _check_fits(model: nn.Module, images: ImageSet, game: Game) -> None:
+    """Networks of one size take no grids, and small cells may vanish in pools."""
+    inner = unwrapped(model)
+    cell, _ = images.batch(torch.tensor([0]))
+    sizes = {"a cell": cell}
+    if game.setting != "difull":  # there each cell is seen by itself
+        sizes[f"a grid of {game.n}×{game.n} cells"] = compose(
+            cell.repeat(game.n**2, 1, 1, 1), game.n
+        )
+    for what, pixels in sizes.items():
+        try:
+            logits_of(inner, network_input(inner, pixels))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, AssertionError) as error:
+            height, width = pixels.shape[-2:]
+            remedy = "choose another `size`" if what == "a cell" else "choose setting 'difull'"
+            raise ValueError(
+                f"{what} (={height}×{width} px) does not suit the network: "
+                f"{why_unsuitable(error, inner)}; {remedy}."
+            ) from error
 
 
 @torch.no_grad()
