@@ -710,3 +710,10 @@ def test_a_planted_artefact_is_what_the_most_skewed_units_see(tmp_path):
     sighted = found.skew[suspects[0].layer]
     assert sighted.q[suspects[0].unit] < 1e-3
     assert sighted.divergence[suspects[0].unit] >= 2 - 0.01  # two of eight classes
+
+
+def test_a_conventional_model_is_refused(images, tmp_path):
+    model = tb.create_model("conventional/mini", num_classes=8, width=4, input_size=SIZE)
+    with pytest.raises(ValueError, match=r"`model` is conventional, .*: use a B-cos model\."):
+        neurons.collect(model, images, tmp_path / "units")
+    assert not list(tmp_path.iterdir())

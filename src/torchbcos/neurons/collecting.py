@@ -25,7 +25,7 @@ from torch import Tensor
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.interrupt import told_to_end
 from torchbcos.layout import channel_axis
-from torchbcos.models import BcosModel
+from torchbcos.models import BcosModel, ConventionalModel
 from torchbcos.neurons.table import Layer, Neurons, NeuronsError, write
 from torchbcos.neurons.tally import Saved, Seen, Tally
 from torchbcos.tap import layer_names, watch
@@ -71,6 +71,10 @@ def collect(
     `out` every `save_every` seconds and when the process is told to end; `resume` goes on from it,
     to the same file.
     """
+    if isinstance(model, ConventionalModel):
+        raise ValueError(
+            "`model` is conventional, and has no B-cos units to look at: use a B-cos model."
+        )
     for name, value in (("top", top), ("batch", batch)):
         if value < 1:
             raise ValueError(f"`{name}` (={value}) must be at least 1.")
