@@ -362,3 +362,10 @@ def test_progress_is_shown_for_many_images_only(model, folder):
 def test_a_size_that_a_network_of_one_size_does_not_take_is_refused(folder):
     with pytest.raises(ValueError, match=r"`--size` \(=24×24 px\) .* it takes 16×16 px only\.$"):
         album_of([photo(folder / "a.png")], make_vit(), folder, size=24)
+
+
+def test_a_conventional_model_is_refused(folder):
+    model = tb.create_model("conventional/mini", num_classes=4, width=4).eval()
+    with pytest.raises(ValueError, match=r"`--model` is conventional, .*: use a B-cos model\."):
+        album_of([photo(folder / "a.png")], model, folder)
+    assert not (folder / "out").exists()

@@ -20,7 +20,7 @@ from torchbcos._arguments import why_unsuitable
 from torchbcos.explain import explain
 from torchbcos.explanation import Explanation
 from torchbcos.images import ImageError, find_images, read_image
-from torchbcos.models import BcosModel
+from torchbcos.models import BcosModel, ConventionalModel
 from torchbcos.page import Panel, Section, build_page, png
 
 __all__ = ["Album", "Request", "Result", "Row", "make_album"]
@@ -130,6 +130,11 @@ def make_album(
 
 def _check_request(request: Request, model: BcosModel) -> list[int | str] | None:
     """The classes asked for, as `explain` takes them; None for the most likely ones."""
+    if isinstance(model, ConventionalModel):
+        raise ValueError(
+            "`--model` is conventional, and W(x) of it does not sum up to its output: use a B-cos "
+            "model."
+        )
     count = model.num_classes or 1
     shown = 1 if request.layer is not None else len(request.classes) or request.top
     if request.delta and shown < 2:
