@@ -7,6 +7,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import torchbcos as tb
+from test_cli import assert_one_sentence, run  # noqa: F401 (a fixture)
 from torchbcos import cli, evaluate
 from torchbcos.data import open_data
 from torchbcos.evaluate import open_as_trained
@@ -80,3 +81,27 @@ def test_commands_open_data_as_training_did(place, command, monkeypatch):
     with pytest.raises(ValueError, match="enough"):
         CliRunner().invoke(cli.app, command, catch_exceptions=False)
     assert seen == [{"bad": "skip", "part": 0.5, "only": "test"}]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["evaluate"],
+        ["localise", "--methods", "ixg", "--grids", "1", "--n", "2", "--out", "out"],
+    ],
+)
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_another_number_of_classes_is_one_sentence(place, command, outputs, run):  # noqa: F811
+    model = tb.create_model("mini", num_classes=outputs, width=4, input_size=16)
+    tb.save(tb.calibrate(model, torch.rand(4, 3, 16, 16)), place / "n.safetensors")
+    code, out, err = run(*command, "--model", place / "n.safetensors", "--data", place / "set")
+    result = (code, out, err.removeprefix("n: 8 images\n"))
+    assert_one_sentence(result, "has 2 classes", f"has {outputs} outputs")
+
+
+def test_names_of_classes_are_not_needed(place, run):  # noqa: F811
+    model = tb.create_model("mini", num_classes=2, width=4, input_size=16)
+    tb.save(tb.calibrate(model, torch.rand(4, 3, 16, 16)), place / "n.safetensors")
+    code, out, _ = run("evaluate", "--model", place / "n.safetensors", "--data", place / "set")
+    assert code == 0
+    assert "of 8 images" in out

@@ -367,3 +367,17 @@ def test_a_network_of_one_size_sees_each_cell_by_itself(images, monkeypatch):
     monkeypatch.setattr(localise_run, "plan_grids", lambda *_, **__: torch.arange(4)[None])
     played = play(make_vit(), small, ["ixg"], Game(grids=1, n=2, setting="difull"))
     assert played.methods[0].scores.shape == (1, 4)
+
+
+def test_a_conventional_baseline_of_other_classes_is_refused(files, monkeypatch):
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 7, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+    )
+    monkeypatch.setattr(baseline, "load_baseline", lambda *_: baseline.Normalised(network).eval())
+    command = ["localise", "--model", "torchvision/resnet18=w.pth", "--data", "four"]
+    with pytest.raises(ValueError, match=r"'four'\) has 4 classes, and .* has 7 outputs: "):
+        CliRunner().invoke(
+            cli.app,
+            [*command, "--methods", "ixg", "--n", "2", "--out", f"{files}/out"],
+            catch_exceptions=False,
+        )

@@ -277,6 +277,11 @@ def evaluate(
     split = open_as_trained(network, data, console=errors)
     if network.classes is not None and network.classes != split.classes:
         fail(f"the model's classes ({', '.join(network.classes[:4])}, …) are not those of {data}.")
+    if network.num_classes not in (None, len(split.classes)):
+        fail(
+            f"{data} has {len(split.classes)} classes, and the model has {network.num_classes} "
+            "outputs: name images of the classes that it learned."
+        )
     accuracy, loss = measure(network, split.test, console=errors)
     if as_json:
         sys.stdout.write(

@@ -86,6 +86,7 @@ def localise(
                 game,
                 name=title,
                 data=data,
+                classes=len(split.classes),
                 out=out / "scores" / title,
                 batch=batch,
                 console=errors,

@@ -110,6 +110,7 @@ def play(
     *,
     name: str = "model",
     data: str = "",
+    classes: int | None = None,
     out: Path | None = None,
     batch: int = 8,
     console: Console | None = None,
@@ -120,7 +121,8 @@ def play(
     With `out` each method's scores are written to `out/METHOD.json` as they come, and what is there
     already from the same game is not computed again. Images and model must be on one device; the
     model is in evaluation mode meanwhile. `tell` is told of each method as soon as it is scored. A
-    method whose maps are not finite is an error, after the others are scored.
+    method whose maps are not finite is an error, after the others are scored. If the number of
+    `classes` of the data is given, the model must have as many outputs.
     """
     game = game or Game()
     if batch < 1:
@@ -132,6 +134,12 @@ def play(
     training = model.training
     model.eval()
     try:
+        outputs = _check_fits(model, images, game)
+        if classes is not None and classes != outputs:
+            raise ValueError(
+                f"`data` (={data!r}) has {classes} classes, and {name!r} has {outputs} outputs: "
+                "name images of the classes that it learned."
+            )
         return _play(model, images, chosen, game, name, data, out, batch, console, tell)
     finally:
         model.train(training)
@@ -149,7 +157,6 @@ def _play(
     console: Console,
     tell: Callable[[MethodScores], None],
 ) -> Played:
-    _check_fits(model, images, game)
     logits = _predict(model, images, batch * game.n**2, console)
     plan = plan_grids(
         logits, images.labels, grids=game.grids, n=game.n, preset=game.preset, seed=game.seed
@@ -317,8 +324,11 @@ def _evidence() -> dict[str, str]:
 
 
 @torch.no_grad()
-def _check_fits(model: nn.Module, images: ImageSet, game: Game) -> None:
-    """Networks of one size take no grids, and small cells may vanish in pools."""
+def _check_fits(model: nn.Module, images: ImageSet, game: Game) -> int:
+    """Networks of one size take no grids, and small cells may vanish in pools.
+
+    How many outputs the network has.
+    """
     inner = unwrapped(model)
     cell, _ = images.batch(torch.tensor([0]))
     sizes = {"a cell": cell}
@@ -328,7 +338,7 @@ def _check_fits(model: nn.Module, images: ImageSet, game: Game) -> None:
         )
     for what, pixels in sizes.items():
         try:
-            logits_of(inner, network_input(inner, pixels))
+            outputs = logits_of(inner, network_input(inner, pixels)).shape[1]
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError) as error:
@@ -338,6 +348,7 @@ def _check_fits(model: nn.Module, images: ImageSet, game: Game) -> None:
                 f"{what} (={height}×{width} px) does not suit the network: "
                 f"{why_unsuitable(error, inner)}; {remedy}."
             ) from error
+    return outputs
 
 
 @torch.no_grad()
