@@ -233,6 +233,18 @@ def test_thirty_two_bit_integers_are_read_as_sixteen(tmp_path):
     assert np.array_equal(found[:, :, 2], np.round(SIXTEEN / 65535 * 255))
 
 
+def test_thirty_two_bit_integers_up_to_255_are_read_as_eight(tmp_path):
+    found = read(Image.fromarray(GREY.astype(np.int32)), tmp_path, "x.tiff")
+    assert np.array_equal(found[:, :, 1], GREY)
+
+
+def test_dark_images_of_sixteen_bits_stay_dark(tmp_path):
+    for name in ("x.png", "y.tiff"):
+        assert read(Image.fromarray(SIXTEEN // 300), tmp_path, name).max() <= 1
+    (tmp_path / "z.pgm").write_bytes(b"P5 8 6 65535\n" + (SIXTEEN // 300).astype(">u2").tobytes())
+    assert as_bytes(read_image(tmp_path / "z.pgm")).max() <= 1
+
+
 @pytest.mark.parametrize("largest", [1.0, 255.0, 65535.0])
 def test_fractions_are_scaled_by_what_they_look_like(tmp_path, largest):
     values = (np.arange(48, dtype=np.float32) / 47 * largest).reshape(6, 8)

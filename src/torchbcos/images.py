@@ -84,7 +84,7 @@ def read_pixels(
             left, top, right, bottom = _box(file.size, crop)
             finest = max(size[1] / (right - left), size[0] / (bottom - top), 1e-9)
             file.draft(None, (int(file.width * finest), int(file.height * finest)))
-        image = _to_rgb(ImageOps.exif_transpose(file), channels, path)
+        image = _to_rgb(ImageOps.exif_transpose(file), channels, path, file.format)
         if size is not None:
             shape = (size[1], size[0])
             image = (
@@ -103,7 +103,7 @@ def check_image(path: Path | str) -> None:
     """Raise what reading the image would raise; quicker, as a JPEG is decoded coarsely."""
     with _naming(path), Image.open(path) as file:
         file.draft(None, (1, 1))
-        _to_rgb(file, 3, path)
+        _to_rgb(file, 3, path, file.format)
 
 
 def image_size(path: Path | str) -> tuple[int, int]:
@@ -176,8 +176,8 @@ def _naming(path: Path | str) -> Iterator[None]:
         raise ImageError(f"{path} is damaged and cannot be decoded ({reason}).") from error
 
 
-def _to_rgb(image: Image.Image, channels: int, path: Path | str) -> Image.Image:
-    """8-bit RGB or grey, from any mode."""
+def _to_rgb(image: Image.Image, channels: int, path: Path | str, kind: str | None) -> Image.Image:
+    """8-bit RGB or grey, from any mode; `kind` is the file's, as "TIFF"."""
     if image.mode.startswith("I") or image.mode == "F":
         values = np.asarray(image, dtype=np.float64)
         low, high = float(values.min()), float(values.max())  # NaN if there is one
@@ -185,7 +185,10 @@ def _to_rgb(image: Image.Image, channels: int, path: Path | str) -> Image.Image:
             raise ImageError(
                 f"{path} has values from {low:g} to {high:g}: scale them to 0..1, 8 or 16 bits."
             )
-        unit = 65535 if image.mode.startswith("I") or high > 255 else 255 if high > 1 else 1
+        if image.mode == "I" and kind == "TIFF":  # 32 bits; others keep 16 bits in this mode
+            unit = 65535 if high > 255 else 255
+        else:
+            unit = 65535 if image.mode.startswith("I") or high > 255 else 255 if high > 1 else 1
         image = Image.fromarray((values / unit * 255).round().astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
