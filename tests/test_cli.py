@@ -272,9 +272,13 @@ WRONG_OPTIONS = {
     "--delta of one named class": (("--delta", "--classes", "cat"), "`--delta`"),
     "--delta of one named class of two": (
         ("--delta", "--classes", "cat", "--top", 2),
-        "`--delta`",
+        "classes: name two with --classes.",
     ),
-    "--delta of a unit": (("--delta", "--top", 2, "--layer", "4", "--unit", 1), "`--delta`"),
+    "--delta of a unit": (
+        ("--delta", "--top", 2, "--layer", "4", "--unit", 1),
+        "two classes, not units: leave out --delta or --layer.",
+    ),
+    "--classes of a raised digit": (("--classes", "²"), "²') must be a class"),
     "--style unknown": (("--style", "pretty"), "`--style` (='pretty')"),
     "--out a file": (("--out", "a.png"), "`--out` (='a.png')"),
     "--out within a file": (("--out", "a.png/out"), "`--out` (='a.png/out')"),

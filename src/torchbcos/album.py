@@ -136,9 +136,11 @@ def _check_request(request: Request, model: BcosModel) -> list[int | str] | None
             "model."
         )
     count = model.num_classes or 1
-    shown = 1 if request.layer is not None else len(request.classes) or request.top
-    if request.delta and shown < 2:
-        raise ValueError("`--delta` compares two classes: add --top 2, or two with --classes.")
+    if request.delta and request.layer is not None:
+        raise ValueError("`--delta` compares two classes, not units: leave out --delta or --layer.")
+    if request.delta and (len(request.classes) or request.top) < 2:
+        remedy = "name two with --classes" if request.classes else "add --top 2, or --classes"
+        raise ValueError(f"`--delta` compares two classes: {remedy}.")
     if request.style not in ("paper", "released"):
         raise ValueError(f"`--style` (={request.style!r}) must be 'paper' or 'released'.")
     if (request.layer is None) != (request.unit is None):
@@ -148,7 +150,7 @@ def _check_request(request: Request, model: BcosModel) -> list[int | str] | None
     if not request.classes:
         return None
     known = model.classes or ()
-    return [c if c in known or not c.isdigit() else int(c) for c in request.classes]
+    return [c if c in known or not c.isdecimal() else int(c) for c in request.classes]
 
 
 def _found(paths: Sequence[str], refused: list[str]) -> list[Path]:
