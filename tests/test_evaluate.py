@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import torchbcos as tb
 from test_cli import assert_one_sentence, run  # noqa: F401 (a fixture)
 from torchbcos import cli, evaluate
-from torchbcos.data import open_data
+from torchbcos.data import Images, open_data
 from torchbcos.evaluate import open_as_trained
 
 CLASSES = ("bright", "dark")
@@ -105,3 +105,14 @@ def test_names_of_classes_are_not_needed(place, run):  # noqa: F811
     code, out, _ = run("evaluate", "--model", place / "n.safetensors", "--data", place / "set")
     assert code == 0
     assert "of 8 images" in out
+
+
+def test_a_model_of_images_that_are_not_square_is_refused(place, run):  # noqa: F811
+    model = tb.create_model("mini", classes=CLASSES, width=4, input_size=(16, 24))
+    tb.save(tb.calibrate(model, torch.rand(4, 3, 16, 24)), place / "n.safetensors")
+    for command in (["evaluate"], ["neurons", "--out", place / "units"]):
+        result = run(*command, "--model", place / "n.safetensors", "--data", place / "set")
+        assert_one_sentence(result, "16×24 px", "torchbcos.data.Images")
+    assert open_as_trained(model, place / "set", 16).test.size == (16, 16)
+    images = Images(torch.zeros(3, 3, 16, 24, dtype=torch.uint8), torch.tensor([0, 1, 1]))
+    assert 0 <= evaluate.evaluate(model, images)[0] <= 1

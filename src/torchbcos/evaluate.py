@@ -35,9 +35,15 @@ def open_as_trained(
     As much of each test image is seen as then, and if damaged files were left out, they are again;
     `console` is told how many.
     """
+    height, width = model.input_size
+    if not size and height != width:
+        raise ValueError(
+            f"`model` (of {height}×{width} px) takes no squares, as which data sets are read: make "
+            "a torchbcos.data.Images of its size yourself."
+        )
     config = model.provenance.get("config", {})
     bad, part = config.get("bad", "fail"), config.get("test_part", 1.0)
-    split = open_data(data, size or model.input_size[0], bad=bad, part=part, only=only)
+    split = open_data(data, size or height, bad=bad, part=part, only=only)
     images = split.train if only == "train" else split.test
     if isinstance(images, ImageFiles) and bad == "skip":
         images = images.without(find_damaged(images), bad)
