@@ -127,3 +127,20 @@ def test_both_helps_have_an_example(run):  # noqa: F811
         code, out, err = run(*command, "--help")
         assert (code, err) == (0, "")
         assert re.search(rf"Example: +torchbcos {' '.join(command)} ", " ".join(out.split()))
+
+
+def test_brackets_in_class_names_are_shown(run, place, tmp_path):  # noqa: F811
+    for split in ("train", "val"):
+        for name in CLASSES:
+            folder = tmp_path / "named" / split / f"[{name}]"
+            folder.mkdir(parents=True)
+            for path in (place / "set" / split / name).iterdir():
+                (folder / path.name).write_bytes(path.read_bytes())
+    model = tb.load(place / "m.safetensors")
+    model.classes = ("[bright]", "[dark]")
+    tb.save(model, tmp_path / "m")
+    assert run("neurons", "--model", "m", "--data", "named", "--out", "u", "--top", 3)[0] == 0
+    code, out, _ = run("neurons", "show", "u", "--layer", "6", "--unit", 2, "--out", "p[x].html")
+    assert code == 0
+    assert "Open p[x].html" in out
+    assert re.search(r"\d \[(bright|dark)\]", out)

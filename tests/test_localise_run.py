@@ -333,6 +333,16 @@ def test_mistakes_are_one_sentence(files, arguments, words):
         CliRunner().invoke(cli.app, [*command, *quick, *arguments], catch_exceptions=False)
 
 
+def test_brackets_in_a_models_name_are_shown(files):
+    (files / "b2.5.safetensors").rename(files / "[b2].safetensors")
+    command = [
+        "localise", "--model", f"{files}/[b2].safetensors", "--data", "four", "--grids", "1",
+        "--n", "2", "--methods", "ixg", "--out", f"{files}/out",
+    ]  # fmt: skip
+    result = CliRunner().invoke(cli.app, command, catch_exceptions=False)
+    assert "[b2]: " in result.stdout
+
+
 def test_models_have_titles_of_their_own():
     names = ["runs/x-2/model.safetensors", "runs/x/model.safetensors", "x.safetensors", "x", "y"]
     assert cli_localise._titles(names) == ["x-2", "x", "x-3", "x-4", "y"]

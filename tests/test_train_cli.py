@@ -46,6 +46,14 @@ def test_a_recipe_is_trained_evaluated_resumed_and_tuned(run):
     assert run("train", "shapes", *SMALL, "--out", "a", "--resume", "lr=1")[0] == 2
 
 
+def test_brackets_in_paths_are_no_markup(run):
+    small = (*SMALL[:-1], "epochs=1")
+    for folder in ("odd [x]", "q[/x]"):
+        code, out, _ = run("train", "shapes", *small, "--out", folder)
+        assert code == 0
+        assert f"{folder}/model.safetensors: " in out
+
+
 def test_the_list_shows_every_recipe(run):
     code, out, err = run("train", "--list")
     assert (code, err) == (0, "")

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from torchbcos import cli_localise, cli_reproduce, cli_serve
+from torchbcos.cli_common import as_text, console
 from torchbcos.cli_neurons import app as neurons_app
 
 app = typer.Typer(
@@ -24,7 +23,8 @@ app = typer.Typer(
 )
 app.add_typer(neurons_app, name="neurons")
 # Results go to the output, progress and complaints to the error stream.
-output, errors = Console(), Console(stderr=True)
+output = console()
+errors = console(stderr=True)
 
 
 def main() -> None:
@@ -95,11 +95,11 @@ def explain(
         sys.stdout.write(json.dumps(run.as_json(), indent=1) + "\n")
     else:
         for result in run.results:
-            table = Table(title=_text(str(result.file)), title_justify="left")
+            table = Table(title=as_text(str(result.file)), title_justify="left")
             for column in ("explained", "probability", "output", "residual"):
                 table.add_column(column, justify="left" if column == "explained" else "right")
             for row in result.rows:
-                table.add_row(*map(_text, row.cells()))
+                table.add_row(*map(as_text, row.cells()))
             output.print(table)
         if run.page is not None:
             output.print(f"Open {run.page}", soft_wrap=True, markup=False)
@@ -107,11 +107,6 @@ def explain(
         complain(sentence)
     if run.refused:
         raise typer.Exit(2)
-
-
-def _text(words: str) -> Text:
-    """Words as they are: brackets are no markup, and what is no Unicode is shown as bytes."""
-    return Text(words.encode("utf-8", "backslashreplace").decode())
 
 
 def _unit(text: str) -> int | tuple[int, int, int] | None:
@@ -178,7 +173,7 @@ def convert(
     if each:
         table = Table("place", "operation", "became")
         for change in report.changes:
-            table.add_row(change.place, change.operation, change.became)
+            table.add_row(*map(as_text, (change.place, change.operation, change.became)))
         output.print(table)
     output.print(str(report), markup=False, highlight=False)
     output.print(f"{parameters / 1e6:.1f} million parameters.", highlight=False)
@@ -254,7 +249,8 @@ def train(
     if as_json:
         sys.stdout.write(json.dumps(metrics) + "\n")
     else:
-        output.print(f"{out}/model.safetensors: {metrics['test_accuracy']:.2%}", highlight=False)
+        words = f"{out}/model.safetensors: {metrics['test_accuracy']:.2%}"
+        output.print(words, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 @app.command(

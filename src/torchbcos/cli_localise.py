@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from torchbcos.cli_common import as_text, console
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from torchbcos.data import Split
     from torchbcos.localise_run import Played
 
-output, errors = Console(), Console(stderr=True)
+output = console()
+errors = console(stderr=True)
 
 
 def localise(
@@ -165,7 +167,7 @@ def _titles(names: list[str]) -> list[str]:
 
 def _print(played: list[Played]) -> None:
     for p in played:
-        table = Table(title=f"{p.name}: {p.accuracy:.1%} accurate", title_justify="left")
+        table = Table(title=as_text(f"{p.name}: {p.accuracy:.1%} accurate"), title_justify="left")
         table.add_column("method")
         for column in ("mean", "95 % interval", "quartiles", "seconds"):
             table.add_column(column, justify="right")

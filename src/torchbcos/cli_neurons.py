@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+from torchbcos.cli_common import as_text, console
 
 if TYPE_CHECKING:
     from torchbcos.data import ImageSet, Split
@@ -68,13 +69,13 @@ def neurons(
             fabric=fabric,
             resume=resume,
             about={"model": name, "data": data, "split": split},
-            progress=Console(stderr=True),
+            progress=console(stderr=True),
         )
     except KeyboardInterrupt as error:
-        Console(stderr=True).print(f"torchbcos: {error}", markup=False, soft_wrap=True)
+        console(stderr=True).print(f"torchbcos: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from error
     if fabric is None or fabric.is_global_zero:
-        Console().print(str(found), highlight=False, markup=False, soft_wrap=True)
+        console().print(str(found), highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command(
@@ -105,7 +106,7 @@ def show(
     if not name or not path:
         raise ValueError(f"{file} does not say where model and images are: add --model and --data.")
     network, _, images = _open(name, path, found.about.get("split", "test"), device)
-    progress = Console(stderr=True)
+    progress = console(stderr=True)
     drawn = track(
         sheets(network, images, found, chosen, second=second, size=crop or None),
         "explaining",
@@ -124,9 +125,9 @@ def show(
     for row in rows:
         numbers = (f"{row[key]:.4g}" for key in ("highest", "mean", "bits", "q"))
         share = f"{row['images_of_it']} {row['most_common_class']}"
-        table.add_row(row["layer"], str(row["unit"]), *numbers, share)
-    Console().print(table)
-    Console().print(f"Open {out}", soft_wrap=True, markup=False)
+        table.add_row(as_text(row["layer"]), str(row["unit"]), *numbers, as_text(share))
+    console().print(table)
+    console().print(f"Open {out}", soft_wrap=True, markup=False)
 
 
 def _open(name: str, data: str, split: str, device: str) -> tuple[BcosModel, Split, ImageSet]:
@@ -136,7 +137,7 @@ def _open(name: str, data: str, split: str, device: str) -> tuple[BcosModel, Spl
     if split not in ("test", "train"):
         raise ValueError(f"`--split` (={split!r}) must be 'test' or 'train'.")
     network = load(name, device=device)
-    opened = open_as_trained(network, data, only=split, console=Console(stderr=True))
+    opened = open_as_trained(network, data, only=split, console=console(stderr=True))
     images = opened.test if split == "test" else opened.train
     return network, opened, images.to(device)
 

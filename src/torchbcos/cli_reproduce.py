@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from torchbcos.cli_common import console
 
 if TYPE_CHECKING:
     from torchbcos.reproduce import Trial
 
-output, errors = Console(), Console(stderr=True)
+output = console()
+errors = console(stderr=True)
 
 
 def reproduce(

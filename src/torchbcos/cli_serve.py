@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-output, errors = Console(), Console(stderr=True)
+from torchbcos.cli_common import console
+
+output = console()
+errors = console(stderr=True)
 
 OFFERED = 100  # images on the page
 

@@ -38,7 +38,8 @@ def describe_units(
     shown = dict.fromkeys(
         (name, unit) for name, kinds in chosen.items() for units in kinds.values() for unit in units
     )
-    console.print(f"explaining {len(shown)} units of {', '.join(layers)}", highlight=False)
+    words = f"explaining {len(shown)} units of {', '.join(layers)}"
+    console.print(words, highlight=False, markup=False)
     page = build_page(
         f"{len(shown)} units", found, images, sheets(model, images, found, list(shown))
     )
