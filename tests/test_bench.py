@@ -166,6 +166,13 @@ def test_results_are_not_mixed_with_something_else(measure, content, words):
     assert measure.out.read_text() == content
 
 
+def test_an_unusable_file_is_noticed_before_the_work(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "bench", None)
+    for out, words in ((tmp_path, "is a folder"), (tmp_path / "no" / "x.json", "does not exist")):
+        with pytest.raises(ValueError, match=words):
+            CliRunner().invoke(app, ["bench", "--out", str(out)], catch_exceptions=False)
+
+
 def test_the_suite_covers_what_is_compared():
     cases = bench_cases.suite("cuda")
     assert len(cases) == len(set(cases))

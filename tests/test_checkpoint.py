@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchbcos as tb
-from torchbcos.checkpoint import CheckpointError
+from torchbcos.checkpoint import CheckpointError, write_atomically
 
 
 def images(count=2, size=16, dtype=torch.float32):
@@ -488,3 +488,10 @@ def test_a_file_gets_the_permissions_of_any_new_file(path):
     other = path.with_name("other")
     other.write_bytes(b"")
     assert path.stat().st_mode == other.stat().st_mode
+
+
+def test_a_failed_write_names_the_path_asked_for(tmp_path):
+    for path in (tmp_path / "no" / "x", tmp_path):
+        with pytest.raises(OSError) as caught:  # noqa: PT011
+            write_atomically(path, b"")
+        assert caught.value.filename == str(path)

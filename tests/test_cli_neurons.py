@@ -95,6 +95,7 @@ WRONG = {
     "another split": (("--data", "shapes", "--split", "val"), "`--split` (='val')"),
     "no such layer": (("--layers", "nine"), "`layers` (='nine') matches no layer"),
     "no folder for it": (("--out", "no/such/folder"), "its folder does not exist"),
+    "a folder for a file": (("--out", "."), "`--out` (='.') is a folder"),
     "no such model": (("--model", "nothing"), "nothing does not exist"),
 }
 
@@ -120,6 +121,13 @@ WRONG_TO_SHOW = {
 def test_mistakes_in_showing_get_one_sentence(run, units, arguments, words, tmp_path):  # noqa: F811
     assert_one_sentence(run("neurons", "show", units, *arguments), words)
     assert not (tmp_path / "neurons.html").exists()
+
+
+def test_an_unusable_page_is_noticed_before_the_work(run, units, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(neurons, "sheets", None)
+    for out in ("nodir/x.html", "."):
+        result = run("neurons", "show", units, "--top", 1, "--out", out)
+        assert_one_sentence(result, f"`--out` (={out!r})")
 
 
 def test_both_helps_have_an_example(run):  # noqa: F811

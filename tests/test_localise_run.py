@@ -324,6 +324,7 @@ def test_the_command_prints_a_table_and_takes_conventional_baselines(files, monk
         (["--grids", "9999"], "enough for"),
         (["--baseline", "torchvision/nothing"], "no torchvision network"),
         (["--smooth", "4"], "odd"),
+        (["--out", __file__], "`--out` .* needs a folder"),
     ],
 )
 def test_mistakes_are_one_sentence(files, arguments, words):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchbcos import render
 from torchbcos._arguments import why_unsuitable
+from torchbcos.cli_common import check_folder
 from torchbcos.explain import explain
 from torchbcos.explanation import Explanation
 from torchbcos.images import ImageError, find_images, read_image
@@ -88,9 +89,7 @@ def make_album(
     paths: Sequence[str], model: BcosModel, request: Request, out: Path, progress: Console
 ) -> Album:
     """Explain every image that can be read, write pictures and page.html to `out`."""
-    there = next((p for p in (out, *out.parents) if p.exists()), None)
-    if there is not None and not there.is_dir():
-        raise ValueError(f"`--out` (={str(out)!r}) needs a folder where {there} is a file.")
+    check_folder(out)
     targets = _check_request(request, model)
     album = Album()
     sections: list[Section] = []

@@ -172,6 +172,13 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """`content` in `path` as a whole, or what was there before."""
+    try:
+        _replace(path, content)
+    except OSError as error:  # it names the temporary file, or none
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _replace(path: Path, content: bytes) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from torchbcos import cli_localise, cli_reproduce, cli_serve
-from torchbcos.cli_common import as_text, console
+from torchbcos.cli_common import as_text, check_file, console
 from torchbcos.cli_neurons import app as neurons_app
 
 app = typer.Typer(
@@ -367,6 +367,7 @@ def bench(
     from torchbcos import bench_cases
     from torchbcos.evidence import command
 
+    check_file(out)
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     made_by = {"command": command("torchbcos"), **benchmark.evidence(device, dtype)}
     results = benchmark.Results(out, made_by)

@@ -1,6 +1,9 @@
-"""What commands share: words as they are."""
+"""What commands share: words as they are, and what is checked before any work."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -14,3 +17,29 @@ def console(*, stderr: bool = False) -> Console:
 def as_text(words: str) -> Text:
     """Words as they are: brackets are no markup, and what is no Unicode is shown as bytes."""
     return Text(words.encode("utf-8", "backslashreplace").decode())
+
+
+def check_file(out: Path) -> None:
+    """Refuse an `--out` that cannot become a file."""
+    if out.is_dir():
+        raise ValueError(f"`--out` (={str(out)!r}) is a folder: name a file in it.")
+    if not out.parent.is_dir():
+        raise ValueError(f"`--out` (={str(out)!r}): its folder does not exist; create it.")
+    _check_access(out, out.parent)
+
+
+def check_folder(out: Path) -> None:
+    """Refuse an `--out` that cannot become a folder with files."""
+    there = next((p for p in (out, *out.parents) if p.exists()), None)
+    if there is None:
+        return
+    if not there.is_dir():
+        raise ValueError(f"`--out` (={str(out)!r}) needs a folder where {there} is a file.")
+    _check_access(out, there)
+
+
+def _check_access(out: Path, folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"`--out` (={str(out)!r}): {folder} cannot be written to; name another folder."
+        )

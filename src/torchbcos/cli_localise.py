@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from torchbcos.cli_common import as_text, console
+from torchbcos.cli_common import as_text, check_folder, console
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,6 +68,7 @@ def localise(
     from torchbcos.models import BcosModel
     from torchbcos.posthoc import choose_methods
 
+    check_folder(out)
     game = Game(grids, n, preset, setting, None if smooth < 0 else smooth, seed)
     wanted = [m.strip() for m in methods.split(",") if m.strip()]
     names = [model or default_name(), *(baseline or [])]
@@ -118,6 +119,7 @@ def toy(
         exponents = [float(text) for text in b.split(",")]
     except ValueError:
         raise ValueError(f"`--b` (={b!r}) must be numbers, as in 1,2,4,10.") from None
+    check_folder(out)
     found = solve(exponents, count=points, seed=seed)
     files = write(found, out)
     if as_json:

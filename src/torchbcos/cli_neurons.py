@@ -11,7 +11,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from torchbcos.cli_common import as_text, console
+from torchbcos.cli_common import as_text, check_file, console
 
 if TYPE_CHECKING:
     from torchbcos.data import ImageSet, Split
@@ -52,6 +52,7 @@ def neurons(
 
     if not data:
         raise ValueError("`--data` is needed: name the images, as in --data shapes.")
+    check_file(out)
     fabric = _fabric(device, devices, machines)
     where = device if fabric is None else str(fabric.device)
     name = model or default_name()
@@ -99,6 +100,7 @@ def show(
     from torchbcos.checkpoint import write_atomically
     from torchbcos.neurons import Neurons, build_page, sheets
 
+    check_file(out)
     found = Neurons(file)
     chosen = _chosen(found, layer, unit, skewed, top)
     about = {"model": model, "data": data}

@@ -83,6 +83,8 @@ def collect(
         raise ValueError("`images` is empty: there is nothing to respond to.")
     if not out.parent.is_dir():
         raise NeuronsError(f"`out` (={str(out)!r}): its folder does not exist; create it.")
+    if out.is_dir():
+        raise NeuronsError(f"`out` (={str(out)!r}) is a folder: name a file in it.")
     world, rank = (fabric.world_size, fabric.global_rank) if fabric is not None else (1, 0)
     labels = images.labels.cpu()
     names = _class_names(model, classes, labels)
