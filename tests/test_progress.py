@@ -66,3 +66,13 @@ def test_without_tensorboard_the_metrics_are_still_written(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     train.train(config(epochs=1), tmp_path, console=QUIET)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_an_unfinished_last_line_does_not_stand_in_the_way(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    path = tmp_path / "metrics.jsonl"
+    first = json.dumps({"step": 3}) + "\n"
+    for content in (first + '{"step": 6, "tra', first.strip(), first):
+        path.write_text(content)
+        progress.Journal(tmp_path, 3).write({"step": 6})
+        assert path.read_text() == first + json.dumps({"step": 6}) + "\n"

@@ -82,6 +82,8 @@ class Journal:
         self.path = out / "metrics.jsonl"
         if self.path.exists():  # what was measured after the state that is resumed stands again
             lines = [line for line in self.path.read_text().splitlines() if line.strip()]
+            if lines and not _is_json(lines[-1]):  # the process was killed while it wrote
+                lines.pop()
             kept = [line for line in lines if json.loads(line)["step"] <= step]
             write_atomically(self.path, "".join(line + "\n" for line in kept).encode())
         self.board: Any = None
@@ -99,3 +101,11 @@ class Journal:
                 if name not in ("step", "epoch"):
                     self.board.add_scalar(name, value, int(metrics["step"]))
             self.board.flush()
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
