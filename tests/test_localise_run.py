@@ -1,6 +1,7 @@
 """The game as it is played: on disk, again, with pictures, and from the command line."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -332,6 +333,25 @@ def test_mistakes_are_one_sentence(files, arguments, words):
     quick = ["--methods", "ixg", "--grids", "2", "--out", f"{files}/out"]
     with pytest.raises(ValueError, match=words):
         CliRunner().invoke(cli.app, [*command, *quick, *arguments], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--baseline", "b1.safetensors", "--baseline", "nothing", "--methods", "ixg"],
+            "nothing does not exist",
+        ),
+        (["--methods", "ixg,lime"], r"'lime' needs the package lime: .*torchbcos\[eval\]"),
+    ],
+)
+def test_all_is_checked_before_the_first_game(files, monkeypatch, arguments, words):
+    monkeypatch.chdir(files)
+    monkeypatch.setitem(sys.modules, "lime", None)
+    monkeypatch.setattr("torchbcos.localise_run.play", None)
+    command = ["localise", "--model", "b2.5.safetensors", "--data", "four", "--n", "2"]
+    with pytest.raises(ValueError, match=words):
+        CliRunner().invoke(cli.app, [*command, *arguments], catch_exceptions=False)
 
 
 def test_brackets_in_a_models_name_are_shown(files):

@@ -1,5 +1,7 @@
 """The post-hoc methods against captum, the lime package, brute force and mathematics."""
 
+import sys
+
 import captum.attr as ca
 import numpy as np
 import pytest
@@ -380,6 +382,15 @@ def test_rise_weights_every_mask_by_its_probability(kind, conventional, bcos, im
                     p = bcos.from_encoded(masked).sigmoid()[0]
             expected += p[TARGETS[i], None, None] * mask
         assert_same(maps[i], expected / 23 / 0.1)
+
+
+def test_missing_packages_are_noticed_where_they_are_used(conventional, bcos, monkeypatch):
+    for package in ("captum", "lime"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for name, package in (("deeplift", "captum"), ("guided_backprop", "captum"), ("lime", "lime")):
+        with pytest.raises(ValueError, match=rf"{name}' needs the package {package}: .*\[eval\]"):
+            posthoc.METHODS[name].check(conventional)
+    posthoc.METHODS["guided_backprop"].check(bcos)  # there it is the gradient
 
 
 @pytest.mark.parametrize("kind", ["conventional", "bcos"])

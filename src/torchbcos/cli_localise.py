@@ -72,20 +72,26 @@ def localise(
     game = Game(grids, n, preset, setting, None if smooth < 0 else smooth, seed)
     wanted = [m.strip() for m in methods.split(",") if m.strip()]
     names = [model or default_name(), *(baseline or [])]
-    played, networks, sets = [], [], []
-    for name, title in zip(names, _titles(names), strict=True):
+    titles = _titles(names)
+    played, networks, suitable, sets = [], [], [], []
+    for name in names:  # all is checked before the first game
         network, opened = _network(name, device)
         # Ours needs a B-cos model; beside one, a conventional network does without it.
         chosen = choose_methods(wanted, network)
-        suitable = [m.name for m in chosen if isinstance(network, BcosModel) or not m.inherent]
+        chosen = [m for m in chosen if isinstance(network, BcosModel) or not m.inherent]
+        for method in chosen:
+            method.check(network)
         split = opened(data, size)
-        images = split.test.to(device)
+        networks.append(network)
+        suitable.append([m.name for m in chosen])
+        sets.append(split.test.to(device))
+    for title, network, method_names, images in zip(titles, networks, suitable, sets, strict=True):
         errors.print(f"{title}: {len(images)} images", highlight=False, markup=False)
         played.append(
             play(
                 network,
                 images,
-                suitable,
+                method_names,
                 game,
                 name=title,
                 data=data,
@@ -95,8 +101,6 @@ def localise(
                 console=errors,
             )
         )
-        networks.append(network)
-        sets.append(images)
     page = write_report(played, networks, sets, split.classes, game, out)
     if as_json:
         sys.stdout.write(json.dumps([p.as_json() for p in played], indent=1) + "\n")

@@ -109,7 +109,12 @@ def gradcam(
     return F.interpolate(maps, images.shape[-2:], mode="nearest")
 
 
-@register("deeplift", label="DeepLIFT", twin=lambda m: "" if _uses(m, RESCALED) else "ixg")
+@register(
+    "deeplift",
+    label="DeepLIFT",
+    twin=lambda m: "" if _uses(m, RESCALED) else "ixg",
+    needs=("captum",),
+)
 def deeplift(model: nn.Module, images: Tensor, targets: Targets = None) -> Tensor:
     """captum's DeepLIFT, rescale rule, from zeros.
 
@@ -123,7 +128,12 @@ def deeplift(model: nn.Module, images: Tensor, targets: Targets = None) -> Tenso
     return _by_captum(DeepLift, model, images, targets)
 
 
-@register("guided_backprop", label="GuidedBP", twin=lambda m: "" if _uses(m, RELUS) else "grad")
+@register(
+    "guided_backprop",
+    label="GuidedBP",
+    twin=lambda m: "" if _uses(m, RELUS) else "grad",
+    needs=("captum",),
+)
 def guided_backprop(model: nn.Module, images: Tensor, targets: Targets = None) -> Tensor:
     """captum's Guided Backprop: ReLUs pass positive gradients only; without any, the gradient."""
     if not _uses(model, RELUS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ class Method:
     perturbs: bool = False  # it looks at outputs alone: slow, and scored unsmoothed
     inherent: bool = False  # it needs a B-cos model
     twin: Callable[[nn.Module], str] = lambda _: ""  # the method that it is for a model, if any
+    needs: tuple[str, ...] = ()  # packages of the extra `eval`
 
     def __call__(
         self, model: nn.Module, images: Tensor, targets: Targets = None, **options: Any
@@ -37,10 +39,7 @@ class Method:
         try:
             maps = self.compute(model, images, targets, **options).detach()
         except ModuleNotFoundError as error:
-            raise ValueError(
-                f"the method {self.name!r} needs the package {error.name}: install it with "
-                "pip install 'torchbcos[eval]'."
-            ) from error
+            raise ValueError(self._missing(error.name)) from error
         if maps.dim() != 4 or len(maps) != len(images) or maps.shape[2:] != images.shape[2:]:
             expected = f"[{len(images)}, K, {images.shape[-2]}, {images.shape[-1]}]"
             raise ValueError(
@@ -49,11 +48,21 @@ class Method:
         return maps
 
     def check(self, model: nn.Module) -> None:
+        """Raise what calling it would raise, before any work."""
+        for package in self.needs:
+            if find_spec(package) is None and not self.twin(model):
+                raise ValueError(self._missing(package))
         if self.inherent and not isinstance(to_explain(model), BcosModel):
             raise ValueError(
                 f"`model` (a {type(model).__name__}) must be a B-cos model for the method "
                 f"{self.name!r}: its equivalent for other networks is 'ixg'."
             )
+
+    def _missing(self, package: str | None) -> str:
+        return (
+            f"the method {self.name!r} needs the package {package}: install it with "
+            "pip install 'torchbcos[eval]'."
+        )
 
 
 def register(
@@ -63,13 +72,14 @@ def register(
     perturbs: bool = False,
     inherent: bool = False,
     twin: Callable[[nn.Module], str] = lambda _: "",
+    needs: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Make a function a method: `@register("mine")`. A name that is taken is an error."""
 
     def add(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if name in METHODS:
             raise ValueError(f"`name` (={name!r}) is taken by another method: choose another.")
-        METHODS[name] = Method(name, function, label or name, perturbs, inherent, twin)
+        METHODS[name] = Method(name, function, label or name, perturbs, inherent, twin, needs)
         return function
 
     return add

@@ -18,7 +18,7 @@ SAMPLES, KERNEL, FEATURES = 500, 4, 5  # as in the paper
 CHUNK = 16
 
 
-@register("lime", label="LIME", perturbs=True)
+@register("lime", label="LIME", perturbs=True, needs=("lime", "skimage"))
 @torch.no_grad()
 def lime(
     model: nn.Module,
