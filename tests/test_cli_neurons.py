@@ -96,6 +96,7 @@ WRONG = {
     "no such layer": (("--layers", "nine"), "`layers` (='nine') matches no layer"),
     "no folder for it": (("--out", "no/such/folder"), "its folder does not exist"),
     "a folder for a file": (("--out", "."), "`--out` (='.') is a folder"),
+    "no number": (("--active-above", "nan"), "`active_above` (=nan) must be a number"),
     "no such model": (("--model", "nothing"), "nothing does not exist"),
 }
 

@@ -325,6 +325,7 @@ def test_the_command_prints_a_table_and_takes_conventional_baselines(files, monk
         (["--grids", "9999"], "enough for"),
         (["--baseline", "torchvision/nothing"], "no torchvision network"),
         (["--smooth", "4"], "odd"),
+        (["--smooth", "999"], "`smooth` .=999. must be at most the grid's"),
         (["--out", __file__], "`--out` .* needs a folder"),
     ],
 )

@@ -239,6 +239,8 @@ def test_the_paper_preset_and_calibration_are_told_apart(little_data, tmp_path):
         ({"magnitude": 31}, "from 0 to 30"),
         ({"operations": 0}, "at least 1"),
         ({"memory": -1}, "0 or more"),
+        ({"warmup_lr": -1e-3}, "`warmup_lr` .* 0 or more"),
+        ({"auxiliary_weight": -1.0}, "`auxiliary_weight` .* 0 or more"),
         ({"head_only": True}, "start_from"),
         ({"lr": "fast"}, "a number"),
         ({"batch": 16.0}, "a whole number"),

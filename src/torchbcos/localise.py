@@ -175,6 +175,15 @@ def check_kernel(smooth: int) -> None:
         raise ValueError(f"`smooth` (={smooth}) must be an odd number of pixels, or 0 for none.")
 
 
+def check_window(smooth: int, height: int, width: int) -> None:
+    """Refuse to smooth grids with a window that is larger than they are."""
+    if smooth > min(height, width):
+        raise ValueError(
+            f"`smooth` (={smooth}) must be at most the grid's {height}×{width} pixels: choose a "
+            "smaller window, or 0 for none."
+        )
+
+
 def score_cells(attributions: Tensor, n: int, smooth: int = 0) -> Tensor:
     """[G, n·n, H, W], a map for each cell's class → [G, n·n], the share in its own cell.
 
@@ -195,6 +204,7 @@ def score_cells(attributions: Tensor, n: int, smooth: int = 0) -> Tensor:
     if height % n or width % n:
         raise ValueError(f"`attributions` ({height}×{width} px) must be {n}×{n} equal cells.")
     check_kernel(smooth)
+    check_window(smooth, height, width)
     maps = attributions.detach().float()
     if smooth:
         maps = F.avg_pool2d(maps, smooth, stride=1, padding=smooth // 2)

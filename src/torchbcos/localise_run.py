@@ -27,6 +27,7 @@ from torchbcos.localise import (
     Summary,
     check_kernel,
     check_preset,
+    check_window,
     compose,
     default_kernel,
     plan_grids,
@@ -131,6 +132,8 @@ def play(
     chosen = choose_methods(methods, model)
     for method in chosen:
         method.check(model)
+        kernel = game.kernel(method, images.size[-1])
+        check_window(kernel, *(game.n * side for side in images.size))
     training = model.training
     model.eval()
     try:

@@ -88,7 +88,10 @@ class TrainConfig:
         for name in ("crop_area", "test_part"):
             if getattr(self, name) > 1:
                 refuse(name, "at most 1")
-        for name in ("size", "memory", "lr_end", "warmup", "weight_decay", "clip", "adaptive_clip"):
+        for name in (
+            *("size", "memory", "lr_end", "warmup", "warmup_lr", "weight_decay"),
+            *("auxiliary_weight", "clip", "adaptive_clip"),
+        ):
             if not getattr(self, name) >= 0:
                 refuse(name, "0 or more")
         if not 0 <= self.weight_rms < math.inf:

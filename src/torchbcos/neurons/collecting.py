@@ -78,6 +78,8 @@ def collect(
     for name, value in (("top", top), ("batch", batch)):
         if value < 1:
             raise ValueError(f"`{name}` (={value}) must be at least 1.")
+    if math.isnan(active_above):
+        raise ValueError(f"`active_above` (={active_above}) must be a number: choose one, as in 0.")
     out, count = Path(out), len(images)
     if not count:
         raise ValueError("`images` is empty: there is nothing to respond to.")
