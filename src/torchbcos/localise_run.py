@@ -328,10 +328,7 @@ def _evidence() -> dict[str, str]:
 
 @torch.no_grad()
 def _check_fits(model: nn.Module, images: ImageSet, game: Game) -> int:
-    """Networks of one size take no grids, and small cells may vanish in pools.
-
-    How many outputs the network has.
-    """
+    """How many outputs the network has, if it takes cells and grids of these sizes."""
     inner = unwrapped(model)
     cell, _ = images.batch(torch.tensor([0]))
     sizes = {"a cell": cell}
