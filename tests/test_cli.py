@@ -303,7 +303,7 @@ def test_a_size_that_the_network_cannot_take_is_refused_in_one_sentence(run, tmp
     tb.save(model, tmp_path / "m.safetensors")
     photo(tmp_path / "a.png")
     result = run("explain", "a.png", "--model", "m.safetensors", "--size", 4)
-    assert_one_sentence(result, "`--size`", "4×4")
+    assert_one_sentence(result, "`--size`", "4×4", "(its own size is 224×224 px).")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

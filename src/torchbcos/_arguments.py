@@ -110,7 +110,11 @@ def why_unsuitable(error: Exception, model: torch.nn.Module) -> str:
 
     What networks of one size assert was written for the original network, before conversion.
     """
+    reason = " ".join(str(error).split()).rstrip(".!")
     size = getattr(model, "input_size", None)
-    if isinstance(error, AssertionError) and size is not None:
-        return f"it takes {size[0]}×{size[1]} px only"
-    return " ".join(str(error).split()).rstrip(".!") or "it takes images of its own size only"
+    if size is None:
+        return reason or "it takes images of its own size only"
+    own = f"{size[0]}×{size[1]} px"
+    if isinstance(error, AssertionError):
+        return f"it takes {own} only"
+    return f"{reason} (its own size is {own})"
