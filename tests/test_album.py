@@ -369,3 +369,15 @@ def test_a_conventional_model_is_refused(folder):
     with pytest.raises(ValueError, match=r"`--model` is conventional, .*: use a B-cos model\."):
         album_of([photo(folder / "a.png")], model, folder)
     assert not (folder / "out").exists()
+
+
+def test_a_folder_with_its_own_album_is_explained_without_it(model, folder):
+    photo(folder / "a.png")
+    photo(folder / "sub" / "b.png")
+    first, again = (album_of([str(folder)], model, folder) for _ in range(2))
+    assert len(list((folder / "out").glob("*.png"))) > 1
+    for album in (first, again):
+        assert [r.file.name for r in album.results] == ["a.png", "b.png"]
+    picture = first.results[0].pictures[0]
+    assert [r.file for r in album_of([str(picture)], model, folder).results] == [picture]
+    assert len(album_of([str(folder / "out")], model, folder).results) > 1  # asked for by name

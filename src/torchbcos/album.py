@@ -93,7 +93,7 @@ def make_album(
     targets = _check_request(request, model)
     album = Album()
     sections: list[Section] = []
-    files = _found(paths, album.refused)
+    files = _found(paths, out, album.refused)
     names = _unique_names(files)
     used: set[str] = set()
     steps = track(
@@ -152,11 +152,11 @@ def _check_request(request: Request, model: BcosModel) -> list[int | str] | None
     return [c if c in known or not c.isdecimal() else int(c) for c in request.classes]
 
 
-def _found(paths: Sequence[str], refused: list[str]) -> list[Path]:
+def _found(paths: Sequence[str], out: Path, refused: list[str]) -> list[Path]:
     files: dict[Path, None] = {}
     for path in paths:
         try:
-            files.update(dict.fromkeys(find_images([path])))
+            files.update(dict.fromkeys(find_images([path], out)))
         except ImageError as error:
             refused.append(str(error))
     return list(files)

@@ -22,8 +22,11 @@ class ImageError(ValueError):
     """A file that is no usable image; the message is one sentence with the file's name."""
 
 
-def find_images(paths: Iterable[str]) -> list[Path]:
-    """Files, the images in folders (by their suffix), and what globs match, each once, in order."""
+def find_images(paths: Iterable[str], out: Path | None = None) -> list[Path]:
+    """Files, the images in folders (by their suffix), and what globs match, each once, in order.
+
+    Of a folder that contains the folder `out`, what lies in `out` is no image: it was made.
+    """
     known = Image.registered_extensions().items()
     suffixes = {suffix for suffix, kind in known if kind in Image.OPEN}  # .pdf is only written
     found: dict[Path, None] = {}
@@ -39,6 +42,8 @@ def find_images(paths: Iterable[str]) -> list[Path]:
             inside = sorted(
                 p for p in path.rglob("*") if p.suffix.lower() in suffixes and not p.is_dir()
             )
+            if out is not None and path.resolve() in out.resolve().parents:
+                inside = [p for p in inside if not p.parent.resolve().is_relative_to(out.resolve())]
             if not inside:
                 raise ImageError(f"{path} is a folder without images: name a file or another one.")
             found.update(dict.fromkeys(inside))
