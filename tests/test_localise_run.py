@@ -2,6 +2,7 @@
 
 import json
 import sys
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -260,6 +261,15 @@ def test_a_baseline_is_a_torchvision_network_with_a_state_dict(tmp_path):
     }.items():
         with pytest.raises(ValueError, match=words):
             baseline.load_baseline(name)
+
+
+def test_weights_that_cannot_be_fetched_are_asked_for_as_a_file(monkeypatch):
+    def offline(*_, **__):
+        raise URLError("no route")
+
+    monkeypatch.setattr("torchvision.models.get_model", offline)
+    with pytest.raises(ValueError, match=r"no route.*: give them as torchvision/resnet18=FILE\.$"):
+        baseline.load_baseline("resnet18")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torchvision
 
 import torchbcos as tb
 from cases import caller
@@ -188,3 +189,11 @@ def test_networks_of_v2_that_there_are_not_are_named():
         ValueError, match=r"`name` \(='convnext_huge_pn'\) must be one of convnext_"
     ):
         tb.create_model("v2/convnext_huge_pn")
+
+
+def test_a_conventional_networks_file_is_named_as_such(tmp_path):
+    for arch in ("resnet18", "vgg11", "squeezenet1_1"):
+        network = torchvision.models.get_model(arch, num_classes=4)
+        torch.save(network.state_dict(), tmp_path / "m.pth")
+        with pytest.raises(ValueError, match="it holds a conventional network's weights"):
+            tb.load(tmp_path / "m.pth")

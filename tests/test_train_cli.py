@@ -54,6 +54,15 @@ def test_brackets_in_paths_are_no_markup(run):
         assert f"{folder}/model.safetensors: " in out
 
 
+def test_an_interruption_while_images_are_read_is_named(run, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "open_data", interrupt)
+    code, out, err = run("train", "shapes", *SMALL)
+    assert (code, out, err) == (130, "", "torchbcos: interrupted.\n")
+
+
 def test_the_list_shows_every_recipe(run):
     code, out, err = run("train", "--list")
     assert (code, err) == (0, "")

@@ -81,7 +81,13 @@ def load_baseline(name: str, device: torch.device | str = "cpu") -> nn.Module:
     if arch not in torchvision.models.list_models(module=torchvision.models):
         raise ValueError(f"`--baseline` (=torchvision/{name}): {arch!r} is no torchvision network.")
     if not weights or weights.isupper():
-        network = torchvision.models.get_model(arch, weights=weights or "DEFAULT")
+        try:
+            network = torchvision.models.get_model(arch, weights=weights or "DEFAULT")
+        except OSError as error:  # URLError is one
+            raise ValueError(
+                f"`--baseline` (=torchvision/{name}): torchvision's weights cannot be fetched "
+                f"({' '.join(str(error).split())}): give them as torchvision/{arch}=FILE."
+            ) from error
         return Normalised(network).to(device).eval()
     path = Path(weights)
     if not path.is_file():

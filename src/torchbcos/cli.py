@@ -241,7 +241,8 @@ def train(
     except TrainError as error:
         fail(str(error))
     except KeyboardInterrupt as error:
-        errors.print(f"torchbcos: {error}", markup=False, soft_wrap=True)
+        words = str(error) or "interrupted."
+        errors.print(f"torchbcos: {words}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from error
     if not fabric.is_global_zero:
         return

@@ -73,7 +73,9 @@ def neurons(
             progress=console(stderr=True),
         )
     except KeyboardInterrupt as error:
-        console(stderr=True).print(f"torchbcos: {error}", markup=False, soft_wrap=True)
+        console(stderr=True).print(
+            f"torchbcos: {str(error) or 'interrupted.'}", markup=False, soft_wrap=True
+        )
         raise typer.Exit(130) from error
     if fabric is None or fabric.is_global_zero:
         console().print(str(found), highlight=False, markup=False, soft_wrap=True)

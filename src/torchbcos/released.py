@@ -123,6 +123,12 @@ _CIFAR = "0.weight"
 
 
 def _recognise(tensors: Tensors) -> _Found:
+    if _is_conventional(tensors):
+        raise ValueError(
+            "it holds a conventional network's weights, no B-cos network's: give a file that "
+            "torchbcos.save wrote, or the weights that v1 or v2 released; localise takes this one "
+            "as --baseline torchvision/NAME=FILE."
+        )
     for mark, family in _FAMILIES.items():
         if mark in tensors:
             try:
@@ -137,6 +143,12 @@ def _recognise(tensors: Tensors) -> _Found:
         f"its {len(tensors)} tensors ({next(iter(tensors))}, …) are of no network that v1 or v2 "
         f"released ({known} and the paper's for CIFAR-10): make the network with torchbcos.convert."
     )
+
+
+def _is_conventional(t: Tensors) -> bool:
+    """Whether the first convolution takes three colours; those of B-cos networks take six."""
+    first = next((value for value in t.values() if value.dim() == 4), None)
+    return first is not None and first.shape[1] == 3
 
 
 def _is_whole(found: _Found, tensors: Tensors) -> bool:
