@@ -82,6 +82,21 @@ def test_a_missing_peer_is_left_out(monkeypatch):
     assert not list(bench.bench([Case("peer", "inference")], "cpu", torch.float32))
 
 
+def test_the_command_names_a_missing_peer(monkeypatch, tmp_path):
+    def missing(_):
+        raise ModuleNotFoundError("No module named 'bcos'", name="bcos")
+
+    monkeypatch.setattr(bench_networks, "_peer", missing)
+    out = tmp_path / "speed.json"
+    for ways, code in ((("peer",), 2), (("peer", "conventional"), 0)):
+        few = [Case(w, "inference", "cifar9", **SMALL) for w in ways]
+        monkeypatch.setattr(bench_cases, "suite", lambda *_, few=few: few)
+        result = CliRunner().invoke(app, ["bench", "--seconds", "0.01", "--out", str(out)])
+        assert result.exit_code == code
+        assert "the package bcos." in result.stderr
+        assert out.exists() == ("Wrote" in result.stdout) == (code == 0)
+
+
 def test_nothing_is_reported_when_the_kernels_are_wrong(monkeypatch, tmp_path):
     right = functional.bcos_conv2d
     monkeypatch.setattr(

@@ -37,10 +37,15 @@ class BenchError(RuntimeError):
 
 
 def bench(
-    cases: list[Case], device: torch.device | str, dtype: torch.dtype, seconds: float = 0.5
+    cases: list[Case],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seconds: float = 0.5,
+    missing: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Measurement]:
     """Measure one case after the other; the kernels are checked before the first.
 
+    A case whose package is not installed is left out, and `missing` is told that package.
     On a GPU each comes a second time, with the device's own time. That needs torch's profiler,
     which slows down all later launches of the process it ran in: after it, no clock runs.
     """
@@ -49,7 +54,7 @@ def bench(
     timed: dict[Case, Measurement] = {}
     with cuda_settings(benchmark=True):
         for found in _each(
-            cases, device, dtype, lambda case, step: _measure(case, step, device, seconds)
+            cases, device, dtype, lambda case, step: _measure(case, step, device, seconds), missing
         ):
             timed[found.case] = found
             yield found
@@ -67,12 +72,14 @@ def _each(
     device: torch.device,
     dtype: torch.dtype,
     measure: Callable[[Case, Callable[[], Any]], Measurement],
+    missing: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Measurement]:
     for case in cases:
         try:
             step = _step(case, device, dtype)
-        except ImportError:
-            continue  # the peer is not installed
+        except ImportError as error:  # the peer is not installed
+            missing(error.name or str(error))
+            continue
         for _ in range(3):
             step()
         yield measure(case, step)

@@ -373,13 +373,21 @@ def bench(
     made_by = {"command": command("torchbcos"), **benchmark.evidence(device, dtype)}
     results = benchmark.Results(out, made_by)
     cases = bench_cases.select(bench_cases.suite(device.split(":")[0]), only)
+    missing: set[str] = set()
+    measured = 0
     try:
-        for found in benchmark.bench(cases, device, dtype, seconds):
+        for found in benchmark.bench(cases, device, dtype, seconds, missing.add):
+            measured += 1
             results.add(found)
             output.print(found.words(), highlight=False, soft_wrap=True)
     except benchmark.BenchError as error:
         complain(str(error))
         sys.exit(1)
+    needed = f"not installed and needed: the package {', '.join(sorted(missing))}."
+    if not measured:
+        fail(f"nothing was measured; {needed}")
+    if missing:
+        complain(f"cases were left out; {needed}")
     output.print(f"Wrote {out}", soft_wrap=True, markup=False)
 
 
