@@ -84,7 +84,7 @@ def test_sizes_for_which_the_code_would_go_another_way_are_refused():
     assert_complete(model, images(size=10))
     with pytest.raises(ValueError, match="images of another size") as error:
         model(images(size=11))
-    assert "convert it with size" in str(error.value)
+    assert "convert it with input_size=" in str(error.value)
     assert_complete(convert(Net(odd_sizes_are_padded), input_size=11), images(size=11))
 
 

@@ -228,7 +228,7 @@ def same_way(value: Any, question: str, answer: Any) -> None:
         raise ValueError(
             "the network was converted as its code runs on images of another size, and on this one "
             f"it runs differently (a {question} is {now} and was {answer}): use images of the size "
-            "that it was converted for, or convert it with size=…"
+            "that it was converted for, or convert it with input_size=…"
         )
 
 
