@@ -156,6 +156,17 @@ def test_resuming_with_another_setting_is_refused(little_data, tmp_path):
         train.train(config(epochs=1, lr=0.5), tmp_path, console=QUIET, resume=True)
 
 
+def test_a_training_is_not_overwritten(little_data, tmp_path):
+    train.train(config(epochs=1), tmp_path, console=QUIET)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for left in (train.MODEL, train.STATE):
+        with pytest.raises(ValueError, match=f"holds a training already, in {left}: .*--resume"):
+            train.train(config(epochs=1), tmp_path, console=QUIET)
+        assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+        before.pop(tmp_path / left)
+        (tmp_path / left).unlink()
+
+
 def test_training_learns_and_the_file_gives_the_same_accuracy(little_data, tmp_path):
     settings = config(epochs=40, options={"width": 8, "max_out": 2}, augment=(), lr_end=1e-4)
     model = train.train(settings, tmp_path, console=QUIET)

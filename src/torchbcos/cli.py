@@ -197,7 +197,9 @@ def train(
         typer.Option(help="Class folders, a CIFAR-10 folder, or 'shapes'; if not the recipe's."),
     ] = "",
     out: Annotated[Path, typer.Option(help="Folder for the model and its metrics.")] = Path("run"),
-    resume: Annotated[bool, typer.Option(help="Go on from what is in the folder.")] = False,
+    resume: Annotated[
+        bool, typer.Option(help="Go on with the training in the folder, or begin.")
+    ] = False,
     start_from: Annotated[
         str, typer.Option("--from", help="Fine-tune this model; head_only=true for its head alone.")
     ] = "",

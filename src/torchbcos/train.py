@@ -33,7 +33,7 @@ from torchbcos.watch import TrainError, Watch
 
 __all__ = ["TrainConfig", "TrainError", "train"]
 
-STATE = "state.safetensors"
+MODEL, STATE = "model.safetensors", "state.safetensors"
 
 
 def train(
@@ -49,10 +49,17 @@ def train(
     """Train as `config` says; `out` receives model.safetensors, metrics.jsonl and the state.
 
     The state is written after each test and when the process is told to end; `resume` goes on
-    from it, to the same result as if nothing had happened. `pictures` = k draws explanations of
-    the same test images every k epochs; `workers` processes decode images that are streamed.
+    from it, to the same result as if nothing had happened. Without it, an `out` that holds a
+    training is refused. `pictures` = k draws explanations of the same test images every k epochs;
+    `workers` processes decode images that are streamed.
     """
     out = Path(out)
+    there = [name for name in (MODEL, STATE) if (out / name).exists()]
+    if there and not resume:
+        raise ValueError(
+            f"`out` (={str(out)!r}) holds a training already, in {there[0]}: go on with it by "
+            "--resume (`resume=True`), or choose another folder."
+        )
     out.mkdir(parents=True, exist_ok=True)
     fabric = fabric or make_fabric(config.precision)
     if "LT_CLI_USED" not in os.environ:  # `fabric run` has launched it already
@@ -378,7 +385,7 @@ class _Run:
         model.requires_grad_(True)
         model.provenance = {"config": self.config.as_json(), "metrics": self.state.metrics}
         if self.fabric.is_global_zero:
-            save(model, self.out / "model.safetensors")
+            save(model, self.out / MODEL)
         return model
 
     def _whole_model(self) -> BcosModel:
