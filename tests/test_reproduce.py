@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -23,6 +24,7 @@ from torchbcos.baseline import to_explain
 from torchbcos.checkpoint import load
 from torchbcos.models import BcosModel
 from torchbcos.reproduce import Trial, packed, run_all
+from torchbcos.reproduce import trial as trial_module
 from torchbcos.reproduce.cifar10 import EXPERIMENTS
 from torchbcos.reproduce.cifar10_page import write_page
 from torchbcos.reproduce.runner import _start
@@ -122,6 +124,32 @@ def test_the_list_and_mistakes(reproduce, colours):
         assert len(err.splitlines()) == 1
 
 
+def test_what_would_fail_after_the_training_is_refused_before_it(
+    reproduce, colours, tmp_path, monkeypatch
+):
+    def refused(*arguments):
+        code, _, err = reproduce("cifar10", "--out", "o", *arguments)
+        assert code == 2
+        assert not (tmp_path / "o/runs").exists()
+        return err.splitlines()[-1]
+
+    few = tmp_path / "few"
+    for part in ("train", "test"):
+        for name in ("cat", "dog"):
+            shutil.copytree(colours / part / name, few / part / name)
+    said = refused("--data", few)
+    assert f"`--data` (={str(few)!r}) has 2 classes, and the pointing game needs 9" in said
+    (tmp_path / "f").touch()
+    there = ("--data", colours)
+    assert "`grids` (=500) of 3×3 need 4500 images" in refused(*there)
+    assert "`--out` (='f/o') needs a folder where f is a file" in refused(*there, "--out", "f/o")
+    monkeypatch.setattr(trial_module, "find_spec", lambda name: None)
+    monkeypatch.setattr("torchbcos.posthoc.registry.find_spec", lambda name: None)
+    fits = (*there, "--grids", 3, "--slow-grids", 3, "--only")
+    assert "'deeplift' needs the package captum" in refused(*fits, "conventional")
+    assert "'lime' needs the package lime" in refused(*fits, "maxout-b2")
+
+
 # Running them.
 
 
@@ -131,9 +159,9 @@ def test_from_images_to_results(reproduce, colours, tmp_path):
     command = ("cifar10", "--data", colours, "--out", "o", "--only", names, "--jobs", 2)
     command = (*command, "--grids", 2, "--slow-grids", 1, "--commit", "abc", *SMALL)
     code, out, err = reproduce(*command)
-    assert code == 1
-    assert "plain-b2 failed (exit code 1); the end of o/runs/plain-b2/log.txt:" in err
-    assert "`preset` (='paper') exists for cifar9" in err
+    assert code == 2
+    assert err.splitlines()[-1].startswith("plain-b2: `preset` (='paper') exists for cifar9")
+    assert "Traceback" not in err
     path = tmp_path / "o/results/maxout-b2-calibrated.json"
     assert list((tmp_path / "o/results").iterdir()) == [path]
     found = json.loads(path.read_text())

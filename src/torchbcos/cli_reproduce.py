@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from torchbcos.cli_common import console
+from torchbcos.cli_common import check_folder, console
 
 if TYPE_CHECKING:
     from torchbcos.reproduce import Trial
@@ -62,7 +62,7 @@ def reproduce(
     """
     from torchbcos.evidence import command
     from torchbcos.evidence import commit as source_commit
-    from torchbcos.reproduce import Trial, choose_study, pack, run_all
+    from torchbcos.reproduce import MISTAKE, Trial, choose_study, pack, run_all
 
     about = choose_study(study)
     chosen = about.choose(n.strip() for n in only.split(",") if n.strip())
@@ -79,6 +79,7 @@ def reproduce(
     if not data:
         raise ValueError(f"`--data` is missing: name a folder with {about.data}.")
     out = out or Path("out") / study
+    check_folder(out)
     evidence = {
         "command": command("torchbcos"),
         "commit": commit or source_commit(),
@@ -98,6 +99,8 @@ def reproduce(
     packed = pack([t.config for t in trials], out, errors)
     out.mkdir(parents=True, exist_ok=True)
     trials = [replace(t, config=config) for t, config in zip(trials, packed, strict=True)]
+    for trial in trials:
+        trial.check()
     ended = run_all(trials, jobs, errors)
     _print_results([t for t in trials if t.result.exists()], about.reported)
     stopped = [e.trial.name for e in ended if e.code == 130]
@@ -108,7 +111,7 @@ def reproduce(
     for one in failed:
         errors.print(one.report(), style="red", markup=False, highlight=False, soft_wrap=True)
     if failed:
-        raise typer.Exit(1)
+        raise typer.Exit(MISTAKE if all(e.code == MISTAKE for e in failed) else 1)
 
 
 def _say(words: str) -> None:

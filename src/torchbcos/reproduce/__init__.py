@@ -2,11 +2,12 @@
 
 from torchbcos.reproduce.experiments import Experiment, Study
 from torchbcos.reproduce.packed import pack
-from torchbcos.reproduce.runner import Ended, run_all
+from torchbcos.reproduce.runner import MISTAKE, Ended, run_all
 from torchbcos.reproduce.studies import STUDIES, choose_study
 from torchbcos.reproduce.trial import Trial
 
 __all__ = [
+    "MISTAKE",
     "STUDIES",
     "Ended",
     "Experiment",

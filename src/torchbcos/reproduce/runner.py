@@ -24,16 +24,20 @@ from rich.text import Text
 
 from torchbcos.interrupt import told_to_end
 from torchbcos.reproduce.trial import Trial
+from torchbcos.watch import TrainError
 
-__all__ = ["Ended", "run_all"]
+__all__ = ["MISTAKE", "Ended", "run_all"]
 
 PATIENCE = 60.0  # seconds for a process that was told to end
 STOPPED = 130
+MISTAKE = 2  # a sentence says it all
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a trial came out; `code` is 0, or 130 where it was stopped and can go on."""
+    """How a trial came out; `code` is 0, 130 where it was stopped and can go on, or 2 where its log
+    ends with a sentence that says why.
+    """
 
     trial: Trial
     code: int
@@ -42,6 +46,8 @@ class Ended:
         """Why it failed, from the end of its log."""
         log = self.trial.log
         said = log.read_text(errors="replace").splitlines()[-lines:] if log.exists() else []
+        if self.code == MISTAKE:
+            return f"{self.trial.name}: {said[-1]}"
         killed = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
         return "\n    ".join([f"{self.trial.name} failed ({killed}); the end of {log}:", *said])
 
@@ -129,6 +135,8 @@ def _conduct(trial: Trial, threads: int) -> None:
         trial.run(Console(file=sys.stdout, width=200))
     except KeyboardInterrupt as error:
         code, words = STOPPED, str(error)
+    except (ValueError, OSError, TrainError) as error:
+        code, words = MISTAKE, f"{traceback.format_exc()}\n{' '.join(str(error).split())}"
     except Exception:
         code, words = 1, traceback.format_exc()
     else:

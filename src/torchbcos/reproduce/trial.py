@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,18 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
+from torch.nn.functional import one_hot
 
 from torchbcos._cuda import cuda_settings
 from torchbcos._version import __version__
 from torchbcos.baseline import to_explain
 from torchbcos.checkpoint import load, save, write_atomically
-from torchbcos.data import ImageSet, open_data
+from torchbcos.data import ImageSet, Split, open_data
 from torchbcos.evaluate import evaluate
 from torchbcos.evidence import without_home
+from torchbcos.localise import plan_grids
 from torchbcos.localise_run import Game, MethodScores, play
-from torchbcos.models import BcosModel
+from torchbcos.models import BcosModel, create_model
 from torchbcos.posthoc import METHODS
 from torchbcos.reproduce.experiments import Experiment
 from torchbcos.reproduce.units import describe_units
@@ -108,6 +111,24 @@ class Trial:
         scored = document["localisation"]["methods"]
         return all(scored.get(m, {}).get("grids") == n for m, n in self.wanted().items())
 
+    def check(self) -> None:
+        """Refuse what would end it after the training: missing packages, too few images."""
+        c, names = self.config, self.wanted()
+        if any(find_spec(package) is None for m in names for package in METHODS[m].needs):
+            network = to_explain(create_model(c.arch, num_classes=10, **c.options))
+            for name in names:
+                METHODS[name].check(network)
+        split, n = self._test_split(), Game().n
+        if len(split.classes) < n * n:
+            raise ValueError(
+                f"`--data` (={self.data!r}) has {len(split.classes)} classes, and the pointing "
+                f"game needs {n * n}, one for each cell of its {n}×{n} grids."
+            )
+        labels = split.test.labels.cpu().long()
+        all_right = one_hot(labels, len(split.classes)).float()
+        for grids in set(names.values()):
+            plan_grids(all_right, labels, grids=grids, n=n)
+
     def run(self, console: Console) -> None:
         """Train or go on training, then measure; the result is written after every measurement."""
         with cuda_settings(tf32=self.config.tf32):  # also where another process trained
@@ -123,7 +144,7 @@ class Trial:
             _write(path, of_scores)
         of_training = json.loads(path.read_text())
         model = self._trained(console).to(device)
-        images = self._test_images().to(device)
+        images = self._test_split().test.to(device)
         accuracy, loss = evaluate(model, images)
         document: dict[str, Any] = {
             "name": self.name,
@@ -201,12 +222,10 @@ class Trial:
     def _settings(self) -> dict[str, Any]:
         return {**self.config.as_json(), "data": self.data}
 
-    def _test_images(self) -> ImageSet:
+    def _test_split(self) -> Split:
         c = self.config
         size = c.size or None
-        return open_data(
-            c.data, size, bad=c.bad, memory=c.memory, part=c.test_part, only="test"
-        ).test
+        return open_data(c.data, size, bad=c.bad, memory=c.memory, part=c.test_part, only="test")
 
     def _curve(self) -> dict[str, list[float]]:
         lines = [json.loads(x) for x in (self.folder / "metrics.jsonl").read_text().splitlines()]
