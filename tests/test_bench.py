@@ -112,6 +112,28 @@ def test_nothing_is_reported_when_the_kernels_are_wrong(monkeypatch, tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_is_compiled_is_checked_before_it_is_measured(wrong, monkeypatch):
+    """Compiled by torch 2.11, layers once had no gradient at all, and took little time."""
+
+    def compiled(function, fullgraph):
+        assert fullgraph
+
+        def call(x, *rest, **options):
+            return function(x.detach() if wrong else x, *rest, **options) + 0 * x.sum()
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    bench.check_kernels(torch.device("cpu"))
+    if not wrong:
+        bench.check_kernels(torch.device("cpu"), compiled=True)
+        return
+    case = Case("ours", "training", mode="compiled", **SMALL)
+    with pytest.raises(bench.BenchError, match=r"the compiled layer on cpu is off by 1\.0e\+00"):
+        next(bench.bench([case], "cpu", torch.float32))
+
+
 FEW = [Case(w, "inference", "cifar9", **SMALL) for w in ("conventional", "ours")]
 
 

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def bench(
     which slows down all later launches of the process it ran in: after it, no clock runs.
     """
     device = torch.device(device)
-    check_kernels(device)
+    check_kernels(device, compiled=any(case.mode == "compiled" for case in cases))
     timed: dict[Case, Measurement] = {}
     with cuda_settings(benchmark=True):
         for found in _each(
@@ -89,24 +90,34 @@ def _each(
             torch.cuda.empty_cache()
 
 
-def check_kernels(device: torch.device) -> None:
-    """Layers here against the reference in float64, in both passes; raises where they differ."""
-    for b, units in ((1.5, 2), (2.0, 1), (2.0, 2), (2.5, 1)):
+def check_kernels(device: torch.device, *, compiled: bool = False) -> None:
+    """Layers here against the reference in float64, in both passes; raises where they differ.
+
+    With `compiled`, what torch.compile makes of them as well.
+    """
+    ways = [functional.bcos_conv2d]
+    if compiled:
+        ways.append(torch.compile(functional.bcos_conv2d, fullgraph=True))
+    for conv, (b, units) in product(ways, ((1.5, 2), (2.0, 1), (2.0, 2), (2.5, 1))):
         torch.manual_seed(0)
         x, w = torch.randn(4, 16, 17, 15), torch.randn(24 * units, 16, 3, 3)
         grad = torch.randn(4, 24, 9, 8)
         found = []
-        for place, kind in ((device, torch.float32), (torch.device("cpu"), torch.float64)):
+        for way, place, kind in (
+            (conv, device, torch.float32),
+            (functional.bcos_conv2d, torch.device("cpu"), torch.float64),
+        ):
             images, weight = (t.to(place, kind).requires_grad_() for t in (x, w))
             with cuda_settings(tf32=False):
-                out = functional.bcos_conv2d(images, weight, 2, 1, b=b, max_out=units)
+                out = way(images, weight, 2, 1, b=b, max_out=units)
                 grads = torch.autograd.grad(out, (images, weight), grad.to(place, kind))
             found.append([t.detach().cpu().double() for t in (out, *grads)])
         for here, right in zip(*found, strict=True):
             off = float((here - right).abs().max() / right.abs().max())
             if not off < 1e-5:
+                what = "layer" if conv is functional.bcos_conv2d else "compiled layer"
                 raise BenchError(
-                    f"with b = {b} and {units} units the layer on {device} is off by {off:.1e}, "
+                    f"with b = {b} and {units} units the {what} on {device} is off by {off:.1e}, "
                     "so its speed is not measured: run the tests of the kernels there."
                 )
 

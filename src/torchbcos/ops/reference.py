@@ -344,7 +344,11 @@ class _BcosScale(torch.autograd.Function):
 
     @staticmethod
     def forward(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
-        return _constant_factor(lin, sq_norm, b, scale).mul_(lin).to(lin.dtype)
+        factor = _constant_factor(lin, sq_norm, b, scale)
+        # What torch 2.11 compiles has no gradient by an output that was made in place, nor by one
+        # that was cast to the type it had.
+        out = factor * lin if torch.compiler.is_compiling() else factor.mul_(lin)
+        return out if out.dtype == lin.dtype else out.to(lin.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
