@@ -33,8 +33,8 @@ _tape: ContextVar[FactorTape | None] = ContextVar("torchbcos_tape", default=None
 T = TypeVar("T")
 
 # Compiled code recompiles when a context variable changes, in versions of torch that know how to
-# look at one. In others it looks at `_entered`, which is the same for all threads: there, do not
-# run compiled models in one thread while another explains.
+# look at one (2.10 and 2.11 do not). In others it looks at `_entered`, which is the same for all
+# threads: there, do not run compiled models in one thread while another explains.
 _DYNAMO_READS_CONTEXTS = "ContextVarGetSource" in (
     Path(torch.__file__).parent / "_dynamo" / "source.py"
 ).read_text(encoding="utf-8")
@@ -56,7 +56,28 @@ class _Entered:
             self.times -= 1
 
 
-_entered = _Entered()
+class _Uncompiled:
+    """Nothing runs compiled in here, nor meanwhile in other threads, where compiled code could not
+    look at the context's variables.
+    """
+
+    def __init__(self) -> None:
+        self._times, self._lock = 0, threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._times += 1
+            if self._times == 1 and not _DYNAMO_READS_CONTEXTS:
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._times -= 1
+            if self._times == 0 and not _DYNAMO_READS_CONTEXTS:
+                self._stance.__exit__(None, None, None)
+
+
+_entered, _uncompiled = _Entered(), _Uncompiled()
 
 
 @contextmanager
@@ -154,7 +175,7 @@ def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
 def collect_offsets() -> Iterator[list[Tensor]]:
     """Explanation mode that also lists every offset added on the way (see `add_offset`)."""
     offsets: list[Tensor] = []
-    with explanation_mode(), _set(_offsets, offsets):
+    with explanation_mode(), _uncompiled, _set(_offsets, offsets):
         yield offsets
 
 
