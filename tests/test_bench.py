@@ -114,7 +114,7 @@ def test_nothing_is_reported_when_the_kernels_are_wrong(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_what_is_compiled_is_checked_before_it_is_measured(wrong, monkeypatch):
-    """Compiled by torch 2.11, layers once had no gradient at all, and took little time."""
+    """Compiled by torch 2.11, layers in float32 once had no gradient at all."""
 
     def compiled(function, fullgraph):
         assert fullgraph

@@ -111,7 +111,9 @@ def test_a_convolution_can_be_exported_for_any_size():
     layer = tb.BcosConv2d(4, 6, 3, stride=2, padding=1, max_out=2)
     sides = {2: torch.export.Dim("height", min=4), 3: torch.export.Dim("width", min=4)}
     try:
-        torch.export.export(nn.AvgPool2d(3, 2, 1), (torch.rand(1, 4, 8, 10),), None, (sides,))
+        torch.export.export(
+            nn.AvgPool2d(3, 2, 1), (torch.rand(1, 4, 8, 10),), dynamic_shapes=(sides,)
+        )
     except torch._dynamo.exc.UserError:
         pytest.skip("this version of torch cannot export its own average pool for any size")
     program = torch.export.export(layer, (torch.rand(1, 4, 8, 10),), dynamic_shapes=(sides,))
