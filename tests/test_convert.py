@@ -18,6 +18,7 @@ from torchvision.ops import stochastic_depth
 import torchbcos as tb
 from oracle import TOLERANCE, assert_agrees
 from torchbcos import norms
+from torchbcos.convert.modules import completeness_error
 from torchbcos.encoding import encode
 
 torch.fx.wrap("stochastic_depth")  # as torchvision does: it is one operation of the graph
@@ -1552,3 +1553,11 @@ def test_every_logit_of_a_real_architecture_is_its_linear_map(name):
 def test_every_logit_of_a_real_architecture_is_its_linear_map_in_float64(name, norm):
     model, size = calibrated(name, norm=norm)
     assert_complete(model.double(), images(1, size))
+
+
+def test_completeness_is_measured_where_the_network_is():
+    layer = nn.Sequential(nn.Flatten(), tb.BcosLinear(6 * 4, 3))
+    with torch.device("meta"):
+        assert completeness_error(layer, 3, (2, 2)) < 1e-12
+    with pytest.raises(RuntimeError, match="item"):  # the last step, which makes a number
+        completeness_error(layer.to("meta"), 3, (2, 2))

@@ -423,3 +423,10 @@ def test_a_conventional_baseline_of_other_classes_is_refused(files, monkeypatch)
             [*command, "--methods", "ixg", "--n", "2", "--out", f"{files}/out"],
             catch_exceptions=False,
         )
+
+
+def test_images_elsewhere_than_the_model_are_not_taken_for_a_wrong_size(tmp_path):
+    model = tb.create_model("mini", num_classes=10, width=4, input_size=8).to("meta")
+    images = Images(torch.zeros(9, 3, 8, 8, dtype=torch.uint8), torch.arange(9))
+    with pytest.raises(ValueError, match=r"`images` \(on cpu\) must be where the model is"):
+        play(model, images, ["ours"], Game(1))

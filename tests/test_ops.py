@@ -1,10 +1,13 @@
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
+from torch.overrides import BaseTorchFunctionMode
 
 from oracle import TOLERANCE, array, assert_agrees
 from torchbcos import ops
@@ -161,3 +164,14 @@ def test_box_sum_adds_the_taps_of_the_kernel(box):
         for n, (k, s, p, d) in zip(x.shape[2:], geometry, strict=True)
     ]
     assert list(out.shape[2:]) == sizes
+
+
+def test_a_pool_that_is_watched_is_torchs_own(monkeypatch):
+    """A fused one calls no function of torch, so that a mode would not see it."""
+    monkeypatch.setattr(ops, "_fusible", lambda *_: True)
+    fused = SimpleNamespace(avg_pool2d=lambda *_: "fused")
+    monkeypatch.setattr(ops, "_twin", lambda _: fused)
+    pool = (torch.rand(1, 2, 4, 4), (2, 2), (2, 2), (0, 0))
+    assert ops.avg_pool2d(*pool) == "fused"
+    with BaseTorchFunctionMode():
+        assert torch.equal(ops.avg_pool2d(*pool), F.avg_pool2d(*pool))

@@ -331,6 +331,11 @@ def _check_fits(model: nn.Module, images: ImageSet, game: Game) -> int:
     """How many outputs the network has, if it takes cells and grids of these sizes."""
     inner = unwrapped(model)
     cell, _ = images.batch(torch.tensor([0]))
+    where = next((p.device for p in inner.parameters()), cell.device)
+    if cell.device != where:
+        raise ValueError(
+            f"`images` (on {cell.device}) must be where the model is: use images.to('{where}')."
+        )
     sizes = {"a cell": cell}
     if game.setting != "difull":  # there each cell is seen by itself
         sizes[f"a grid of {game.n}×{game.n} cells"] = compose(
@@ -339,7 +344,7 @@ def _check_fits(model: nn.Module, images: ImageSet, game: Game) -> int:
     for what, pixels in sizes.items():
         try:
             outputs = logits_of(inner, network_input(inner, pixels)).shape[1]
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # the device is to blame
             raise
         except (RuntimeError, AssertionError) as error:
             height, width = pixels.shape[-2:]

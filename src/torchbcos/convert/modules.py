@@ -116,18 +116,19 @@ def completeness_error(network: nn.Module, channels: int, size: tuple[int, int])
     """
     network = copy.deepcopy(network).double().eval()
     generator = torch.Generator().manual_seed(0)
-    draw = partial(torch.rand, generator=generator, dtype=torch.float64)
+    draw = partial(torch.rand, generator=generator, dtype=torch.float64, device="cpu")
+    where = next((p.device for p in network.parameters()), torch.device("cpu"))
     own = {p for m in network.modules() if isinstance(m, BcosLayer) for p in m.parameters()}
     with torch.no_grad():
         for parameter in network.parameters():
             if parameter not in own:
                 parameter.copy_(2 * draw(parameter.shape) - 1)
-    x = encode(draw(3, channels, *size)).requires_grad_()
+    x = encode(draw(3, channels, *size).to(where)).requires_grad_()
     _set_scales(network, x)
     with torch.enable_grad(), collect_offsets() as offsets:
         out = network(x)
         out = (out if isinstance(out, Tensor) else out[0]).flatten(1)
-        mixed = out * (2 * draw(out.shape) - 1)
+        mixed = out * (2 * draw(out.shape) - 1).to(where)
         parts = [x, *offsets]
         grads = torch.autograd.grad(mixed.sum(), parts, allow_unused=True)
     linear = sum(

@@ -93,7 +93,9 @@ def avg_pool2d(
     x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
 ) -> Tensor:
     """Means over patches, with the zeros of the padding counted."""
-    if x.dim() == 4 and _fusible(x):
+    # Whoever watches torch's functions is to see the pool: posthoc.head does.
+    watched = torch._C._is_torch_function_mode_enabled()
+    if x.dim() == 4 and not watched and _fusible(x):
         fused: Tensor = _twin("triton_maps").avg_pool2d(x, kernel, stride, padding)
         return fused
     return F.avg_pool2d(x, kernel, stride, padding)
