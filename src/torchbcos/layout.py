@@ -65,6 +65,9 @@ def tap_with_axis(network: nn.Module, layer: str, x: Tensor) -> tuple[Tensor, in
 
 def channel_axis(network: nn.Module, layer: str, x: Tensor) -> int | None:
     """Of the output of `layer` for inputs as `x`."""
+    own = dict(network.named_modules()).get(layer.removeprefix("network."))
+    if isinstance(own, _SECOND):  # known without running it
+        return 1
     with torch.no_grad(), explanation_mode():
         return tap_with_axis(network, layer, x[:1].detach())[1]
 
