@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import torchbcos as tb
 from test_cli import assert_one_sentence, run  # noqa: F401 (a fixture)
 from torchbcos import cli, evaluate
-from torchbcos.data import Images, open_data
+from torchbcos.data import Images, imagenet_classes, open_data
 from torchbcos.evaluate import open_as_trained
 
 CLASSES = ("bright", "dark")
@@ -116,3 +116,24 @@ def test_a_model_of_images_that_are_not_square_is_refused(place, run):  # noqa: 
     assert open_as_trained(model, place / "set", 16).test.size == (16, 16)
     images = Images(torch.zeros(3, 3, 16, 24, dtype=torch.uint8), torch.tensor([0, 1, 1]))
     assert 0 <= evaluate.evaluate(model, images)[0] <= 1
+
+
+def test_the_folders_of_imagenet_become_the_names_of_its_classes(tmp_path):
+    """Its ids in their order are its numbers; thousand others stay what they are."""
+    numbers = {0: "n01440764", 217: "n02102040", 482: "n02979186", 491: "n03000684",
+               497: "n03028079", 566: "n03394916", 569: "n03417042", 571: "n03425413",
+               574: "n03445777", 701: "n03888257"}  # fmt: skip
+    folders, last = [], 0
+    for number in range(1000):
+        last = int(numbers[number][1:]) if number in numbers else last + 1
+        folders.append(f"n{last:08}")
+    picture = Image.new("RGB", (4, 4))
+    for folder in folders:
+        (tmp_path / "val" / folder).mkdir(parents=True)
+        picture.save(tmp_path / "val" / folder / "0.png")
+    classes = open_data(tmp_path, 4, only="test").classes
+    assert classes == imagenet_classes()
+    assert [classes[k] for k in (0, 217, 999)] == ["tench", "English springer", "toilet tissue"]
+    (tmp_path / "val" / folders[300]).rename(tmp_path / "val" / "n00000000")
+    others = open_data(tmp_path, 4, only="test").classes
+    assert others[:2] == ("n00000000", "n01440764")

@@ -1,6 +1,7 @@
 """The game as it is played: on disk, again, with pictures, and from the command line."""
 
 import json
+import re
 import sys
 from urllib.error import URLError
 
@@ -261,6 +262,26 @@ def test_a_baseline_is_a_torchvision_network_with_a_state_dict(tmp_path):
     }.items():
         with pytest.raises(ValueError, match=words):
             baseline.load_baseline(name)
+
+
+def test_baselines_of_imagenet_are_as_torchvision_has_them(tmp_path):
+    """Inception-v3 normalises in another way; old files of DenseNets have other names."""
+    network = torchvision.models.inception_v3(init_weights=False).eval()
+    torch.save(network.state_dict(), tmp_path / "i.pth")
+    model = baseline.load_baseline(f"inception_v3={tmp_path / 'i.pth'}")
+    assert model.network.transform_input
+    assert baseline.how_tested("inception_v3=i.pth", model) == (299, 299 / 342)
+
+    network = torchvision.models.densenet121(num_classes=4).eval()
+    old = {
+        re.sub(r"\.(norm|conv)([12])\.", r".\1.\2.", k): v for k, v in network.state_dict().items()
+    }
+    assert not old.keys() >= network.state_dict().keys()
+    torch.save(old, tmp_path / "d.pth")
+    model = baseline.load_baseline(f"densenet121={tmp_path / 'd.pth'}")
+    images = torch.rand(1, 3, 64, 64)
+    torch.testing.assert_close(model.network(images), network(images))
+    assert baseline.how_tested("densenet121=d.pth", model) == (224, 1.0)
 
 
 def test_weights_that_cannot_be_fetched_are_asked_for_as_a_file(monkeypatch):

@@ -99,7 +99,8 @@ def test_what_was_read_can_be_saved_trained_and_explained(tmp_path, monkeypatch,
     torch.save(lively(made("resnet18"), SIZE).state_dict(), tmp_path / "resnet.pth")
     model = tb.load(tmp_path / "resnet.pth")
     assert model.classes[207] == "golden retriever"
-    assert model.provenance == {"weights": "B-cos v2", "file": "resnet.pth"}
+    about = {"weights": "B-cos v2", "file": "resnet.pth", "config": {"test_part": 0.875}}
+    assert model.provenance == about
     tb.save(model, tmp_path / "resnet.safetensors")
     again = tb.load(tmp_path / "resnet.safetensors")
     images = torch.rand(2, 3, 64, 64)

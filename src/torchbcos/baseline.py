@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import safetensors.torch
@@ -12,8 +13,11 @@ from torchbcos._arguments import check_device
 from torchbcos.explain import logits_of, unwrapped
 from torchbcos.models import ConventionalModel
 
-__all__ = ["Normalised", "load_baseline", "to_explain"]
+__all__ = ["Normalised", "load_baseline", "how_tested", "to_explain"]
 
+IMAGENET = 1000  # classes
+_OTHERWISE_NORMALISED = ("googlenet", "inception_v3")
+_OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")  # in torchvision's DenseNets
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
@@ -98,11 +102,34 @@ def load_baseline(name: str, device: torch.device | str = "cpu") -> nn.Module:
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
         outputs = len([v for v in state.values() if v.dim() > 0][-1])  # the classifier is last
-        network = torchvision.models.get_model(arch, weights=None, num_classes=outputs)
-        network.load_state_dict(state)
+        more = {}
+        if arch in _OTHERWISE_NORMALISED:  # by torchvision's own weights, so by thousand classes
+            more = {"transform_input": outputs == IMAGENET, "init_weights": False}
+        network = torchvision.models.get_model(arch, weights=None, num_classes=outputs, **more)
+        network.load_state_dict({_OLD_NAME.sub(r"\1\2.", name): v for name, v in state.items()})
     except Exception as error:  # damaged files and pickles raise nearly anything
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"`--baseline` (=torchvision/{name}): {path} is no state dict of {arch}: {reason}"
         ) from error
     return Normalised(network).to(device).eval()
+
+
+def how_tested(name: str, network: nn.Module) -> tuple[int, float]:
+    """The size of the images that a baseline is tested with, and how much of each is seen.
+
+    For weights of ImageNet as torchvision tests them; others are shown all of each image.
+
+    >>> import torchvision
+    >>> how_tested("resnet18=mine.pth", torchvision.models.resnet18(num_classes=1000))
+    (224, 0.875)
+    """
+    import torchvision.models
+
+    arch, _, weights = name.partition("=")
+    known = torchvision.models.get_model_weights(arch)
+    chosen = known[weights] if weights in known.__members__ else known.DEFAULT
+    how = chosen.transforms()
+    size, resized = how.crop_size[0], how.resize_size[0]
+    outputs = len(list(network.parameters())[-1])  # the classifier is last
+    return size, size / resized if outputs == IMAGENET else 1.0

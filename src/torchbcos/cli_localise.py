@@ -141,14 +141,16 @@ def toy(
 
 def _network(name: str, device: str) -> tuple[nn.Module, Callable[[str, int], Split]]:
     """A model as methods see it, and what opens test images for it, of its size if given 0."""
-    from torchbcos.baseline import load_baseline, to_explain
+    from torchbcos.baseline import load_baseline, how_tested, to_explain
     from torchbcos.checkpoint import load
     from torchbcos.data import open_data
     from torchbcos.evaluate import open_as_trained
 
     if name.startswith("torchvision/"):
-        network = load_baseline(name.removeprefix("torchvision/"), device)
-        return network, lambda data, size: open_data(data, size or 224, only="test")
+        arch = name.removeprefix("torchvision/")
+        network = load_baseline(arch, device)
+        own, part = how_tested(arch, network)
+        return network, lambda data, size: open_data(data, size or own, part=part, only="test")
     model = load(name, device=device)
 
     def opened(data: str, size: int) -> Split:

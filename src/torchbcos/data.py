@@ -27,6 +27,7 @@ __all__ = [
     "Shapes",
     "Split",
     "default_workers",
+    "imagenet_classes",
     "open_data",
     "shapes",
     "write_packed",
@@ -167,11 +168,11 @@ def open_data(
     """A data set by its place: "shapes", a CIFAR-10 folder, class folders, or packed ones.
 
     A folder holds `train` and `val` or `test`, each with one folder for each class, with images of
-    any shape; the WordNet ids of Imagenette become names. Up to `memory` GiB they are read at once,
-    at `size` (by default that of the first); larger sets stay in their files, `ImageFiles`. `bad`
-    says what becomes of an image that cannot be read, an empty class, and a class that only the
-    test images have: "fail" names it, "skip" leaves it out and says so in `skipped`. `part` is for
-    test images; see `read_pixels`. With only="train" or "test" no image of the other set is read;
+    any shape; the WordNet ids of Imagenette and of all of ImageNet become names. Up to `memory` GiB
+    they are read at once, at `size` (by default that of the first); larger sets stay in their
+    files, `ImageFiles`. `bad` says what becomes of an image that cannot be read, an empty class,
+    and a class that only the test images have: "fail" names it, "skip" leaves it out and says so in
+    `skipped`. `part` is for test images; see `read_pixels`. With only="train" or "test" no image of the other set is read;
     for "test", folders need no `train`, and may be the class folders themselves.
     """
     if bad not in ("skip", "fail"):
@@ -345,9 +346,25 @@ def _folders(
         )
         for files, seen, words in (({} if alone else train, 1.0, skipped), (test, part, ()))
     ]
-    if _IMAGENETTE.keys() >= set(classes):
-        classes = tuple(_IMAGENETTE[name] for name in classes)
-    return sets[0], sets[1], classes
+    return sets[0], sets[1], _names_of(classes)
+
+
+def _names_of(folders: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of their classes, if they are WordNet ids of Imagenette or all of ImageNet's."""
+    if _IMAGENETTE.keys() >= set(folders):
+        return tuple(_IMAGENETTE[name] for name in folders)
+    if len(folders) == 1000 and _IMAGENETTE.keys() <= set(folders):
+        names = imagenet_classes()
+        if all(names[folders.index(i)] == name for i, name in _IMAGENETTE.items()):
+            return names  # the ids in their order are ImageNet's numbers
+    return folders
+
+
+def imagenet_classes() -> tuple[str, ...]:
+    """The names of ImageNet's 1000 classes in their order, by torchvision."""
+    from torchvision.models import ResNet18_Weights
+
+    return tuple(ResNet18_Weights.DEFAULT.meta["categories"])
 
 
 def _size_of_first(files: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchbcos.data import CIFAR10_CLASSES
+from torchbcos.data import CIFAR10_CLASSES, imagenet_classes
 from torchbcos.layers import BcosConv2d
 from torchbcos.models import BcosModel, apply_preset, create_model, default_logit_bias
 from torchbcos.v2_networks import CONVNEXTS, SIMPLE_VITS
@@ -71,6 +71,9 @@ def load_released(path: str | os.PathLike[str], *, b: float | None = None) -> Bc
             layer.eps = EPS
     model.scaling = "released"
     model.provenance = {"weights": f"B-cos v{1 if is_v1 else 2}", "file": Path(path).name}
+    if found.name != "cifar9":  # both programs test the middle of images of a larger size
+        part = 299 / 320 if found.name == "inception_v3" else 224 / 256
+        model.provenance["config"] = {"test_part": part}
     return model.eval()
 
 
@@ -275,12 +278,7 @@ def _class_names(name: str, classes: int) -> Sequence[str] | None:
     """Those of CIFAR-10, or of ImageNet, on which all networks of 1000 classes were trained."""
     if (name, classes) == ("cifar9", 10):
         return CIFAR10_CLASSES
-    if classes != 1000:
-        return None
-    from torchvision.models import ResNet18_Weights
-
-    names: list[str] = ResNet18_Weights.DEFAULT.meta["categories"]
-    return names
+    return imagenet_classes() if classes == 1000 else None
 
 
 def _fill(model: BcosModel, tensors: Tensors, is_numbered: bool) -> None:
