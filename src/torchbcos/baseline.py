@@ -13,7 +13,7 @@ from torchbcos._arguments import check_device
 from torchbcos.explain import logits_of, unwrapped
 from torchbcos.models import ConventionalModel
 
-__all__ = ["Normalised", "load_baseline", "how_tested", "to_explain"]
+__all__ = ["Normalised", "how_tested", "load_baseline", "to_explain"]
 
 IMAGENET = 1000  # classes
 _OTHERWISE_NORMALISED = ("googlenet", "inception_v3")

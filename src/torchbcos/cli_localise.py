@@ -141,7 +141,7 @@ def toy(
 
 def _network(name: str, device: str) -> tuple[nn.Module, Callable[[str, int], Split]]:
     """A model as methods see it, and what opens test images for it, of its size if given 0."""
-    from torchbcos.baseline import load_baseline, how_tested, to_explain
+    from torchbcos.baseline import how_tested, load_baseline, to_explain
     from torchbcos.checkpoint import load
     from torchbcos.data import open_data
     from torchbcos.evaluate import open_as_trained

@@ -172,8 +172,9 @@ def open_data(
     they are read at once, at `size` (by default that of the first); larger sets stay in their
     files, `ImageFiles`. `bad` says what becomes of an image that cannot be read, an empty class,
     and a class that only the test images have: "fail" names it, "skip" leaves it out and says so in
-    `skipped`. `part` is for test images; see `read_pixels`. With only="train" or "test" no image of the other set is read;
-    for "test", folders need no `train`, and may be the class folders themselves.
+    `skipped`. `part` is for test images; see `read_pixels`. With only="train" or "test" no image of
+    the other set is read; for "test", folders need no `train`, and may be the class folders
+    themselves.
     """
     if bad not in ("skip", "fail"):
         raise DataError(f"`bad` (={bad!r}) must be 'skip' or 'fail'.")
