@@ -245,7 +245,7 @@ def test_scores_do_not_depend_on_the_scale_of_a_map():
 
 
 def test_the_window_grows_with_the_cells():
-    assert [default_kernel(c) for c in (32, 48, 224, 299)] == [3, 3, 15, 21]
+    assert [default_kernel(c) for c in (32, 48, 96, 224, 299)] == [3, 3, 7, 15, 15]
     assert all(default_kernel(c) % 2 for c in range(16, 500))
 
 

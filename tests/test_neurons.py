@@ -548,6 +548,8 @@ def test_a_sheet_shows_the_rows_of_the_best_images(model, images, found):
         assert sight.value == pytest.approx(e.outputs.item())
         top, left, bottom, right = sight.box
         assert bottom - top == right - left == sight.picture.shape[0] == SIZE // 2
+        whole = tb.render.colour(e)[0, 0]  # opaque by the length of W(x) anywhere in the image
+        assert np.array_equal(sight.picture, whole[top:bottom, left:right])
         y, x_ = ((p + 0.5) * SIZE / 5 for p in sight.position)  # the map is 5×5
         assert top <= y <= bottom
         assert left <= x_ <= right

@@ -166,8 +166,10 @@ def split_cells(grids: Tensor, n: int) -> Tensor:
 
 
 def default_kernel(cell: int) -> int:
-    """The side of the smoothing window for cells of this many pixels: 15 at 224, 3 at 32."""
-    return max(3, 2 * round((15 * cell / 224 - 1) / 2) + 1)
+    """The side of the smoothing window for cells of this many pixels, as the paper has it: 15 from
+    224 on, 3 at 32, and in proportion between.
+    """
+    return min(15, max(3, 2 * round((15 * cell / 224 - 1) / 2) + 1))
 
 
 def check_kernel(smooth: int) -> None:

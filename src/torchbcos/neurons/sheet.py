@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -175,7 +175,7 @@ class _Pass:
                     value=e.outputs[i, 0].item(),
                     position=(y, x),
                     box=box,
-                    picture=render.colour(_cut(e[i], box))[0, 0],
+                    picture=_cut(render.colour(e[i])[0, 0], box),
                     contributions=e.contributions[i, 0],
                 )
             )
@@ -206,10 +206,7 @@ class _Pass:
         return (torch.arange(steps) + 0.5) * (self.images.shape[2 + axis] / steps)
 
 
-def _cut(e: Explanation, box: tuple[int, int, int, int]) -> Explanation:
+def _cut(picture: np.ndarray, box: tuple[int, int, int, int]) -> np.ndarray:
+    """A part of a whole picture: as in the paper, opacity is relative to all of the image."""
     top, left, bottom, right = box
-    return replace(
-        e,
-        weights=e.weights[..., top:bottom, left:right],
-        contributions=e.contributions[..., top:bottom, left:right],
-    )
+    return picture[top:bottom, left:right]
