@@ -77,7 +77,7 @@ Row = dict[str, Any]
 
 def page(document: Row, launched: list[Row], cpu: Row, explained: Row) -> str:
     rows = document["measurements"]
-    parts = [TEXT.format(runs="\n".join(map(origin, document["runs"])))]
+    parts = [TEXT.format(runs="\n".join(map(origin, document["runs"]))), overhead(rows)]
     if not all("profiler" in run for run in document["runs"]):
         parts.append(PROFILED)
     parts += [HOST, *launches(launched)]
@@ -92,6 +92,21 @@ def page(document: Row, launched: list[Row], cpu: Row, explained: Row) -> str:
     parts.append("![Time of a training step](pictures/speed.png)\n")
     parts += processor(cpu) + explained_on_processor(explained)
     return "\n".join(parts)
+
+
+def overhead(rows: list[Row]) -> str:
+    """What the paper says of its own implementation, and what is measured here."""
+    step = {"arch": "resnet34", "task": "training", "units": 1, "b": 2, "batch": 128, "size": 224}
+    ours, conventional = (
+        next(r for r in rows if {**r, **step, "mode": "captured", "way": way} == r)["milliseconds"]
+        for way in ("ours", "conventional")
+    )
+    return (
+        "By the paper, its implementation takes up to 60 % more time than conventional networks of "
+        f"the same\nsize. Here a captured training step of ResNet-34 with one unit takes {time(ours)} "
+        f"ms and the conventional\nnetwork's, which has norms and activations beside, "
+        f"{time(conventional)} ms: {100 * (1 - ours / conventional):.0f} % less.\n"
+    )
 
 
 def launches(rows: list[Row]) -> list[str]:
