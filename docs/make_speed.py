@@ -103,8 +103,8 @@ def overhead(rows: list[Row]) -> str:
     )
     return (
         "By the paper, its implementation takes up to 60 % more time than conventional networks of "
-        f"the same\nsize. Here a captured training step of ResNet-34 with one unit takes {time(ours)} "
-        f"ms and the conventional\nnetwork's, which has norms and activations beside, "
+        f"the same\nsize. Here a captured training step of ResNet-34 with one unit takes "
+        f"{time(ours)} ms and the conventional\nnetwork's, which has norms and activations beside, "
         f"{time(conventional)} ms: {100 * (1 - ours / conventional):.0f} % less.\n"
     )
 
