@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import torchbcos as tb
 from torchbcos.checkpoint import CheckpointError, write_atomically
@@ -495,3 +496,24 @@ def test_a_failed_write_names_the_path_asked_for(tmp_path):
         with pytest.raises(OSError) as caught:  # noqa: PT011
             write_atomically(path, b"")
         assert caught.value.filename == str(path)
+
+
+def averaged(model):
+    return AveragedModel(model)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, averaged])
+def test_what_torch_wraps_is_saved_as_what_it_wraps(wrap, path):
+    model = own_model()
+    tb.save(wrap(model), path)
+    assert torch.equal(tb.load(path, module=own_module())(images()), model(images()))
+
+
+def test_what_could_not_be_read_back_is_not_written(path):
+    model = own_model()
+    nn.utils.parametrizations.weight_norm(model.network.get_submodule("0"))
+    with pytest.raises(ValueError, match=r"weight of 0 from others.*remove_parametrizations"):
+        tb.save(model, path)
+    with pytest.raises(TypeError, match=r"`model` \(a Conv2d\) must be a BcosModel"):
+        tb.save(nn.Conv2d(3, 4, 3), path)
+    assert not path.exists()

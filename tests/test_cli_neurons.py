@@ -153,3 +153,9 @@ def test_brackets_in_class_names_are_shown(run, place, tmp_path):  # noqa: F811
     assert code == 0
     assert "Open p[x].html" in out
     assert re.search(r"\d \[(bright|dark)\]", out)
+
+
+def test_files_that_keep_every_image_cannot_tell_skewed_units(collected, run, tmp_path):  # noqa: F811
+    assert collected("--out", tmp_path / "all", "--top", 50)[0] == 0
+    result = run("neurons", "show", tmp_path / "all", "--skewed", 3)
+    assert_one_sentence(result, "keeps all 20 images for each unit", "--top well below")

@@ -1561,3 +1561,18 @@ def test_completeness_is_measured_where_the_network_is():
         assert completeness_error(layer, 3, (2, 2)) < 1e-12
     with pytest.raises(RuntimeError, match="item"):  # the last step, which makes a number
         completeness_error(layer.to("meta"), 3, (2, 2))
+
+
+@pytest.mark.parametrize("last", [lambda x: x.squeeze(1), lambda x: x.flatten(), torch.squeeze])
+def test_outputs_without_classes_are_named(last):
+    class Binary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.pool = nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1)
+            self.classifier = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return last(self.classifier(self.pool(self.stem(x)).flatten(1)))
+
+    with pytest.raises(ValueError, match=r"Binary cannot be converted: it returns \[N\]"):
+        tb.convert(Binary(), input_size=SIZE)

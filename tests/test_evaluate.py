@@ -1,5 +1,7 @@
 """Data as a model's training saw it: how much of each image, and without which files."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -137,3 +139,24 @@ def test_the_folders_of_imagenet_become_the_names_of_its_classes(tmp_path):
     (tmp_path / "val" / folders[300]).rename(tmp_path / "val" / "n00000000")
     others = open_data(tmp_path, 4, only="test").classes
     assert others[:2] == ("n00000000", "n01440764")
+
+
+def test_each_class_counts_the_same_in_the_balanced_accuracy(place, run):  # noqa: F811
+    model = tb.load(place / "m.safetensors")
+    for i in range(3):
+        (place / "set" / "val" / "dark" / f"{i}.png").unlink()
+    code, out, _ = run(
+        "evaluate", "--model", place / "m.safetensors", "--data", place / "set", "--json"
+    )
+    assert code == 0
+    found = json.loads(out)
+    test = open_as_trained(model, place / "set").test
+    pixels, labels = test.batch(torch.arange(5))
+    right = (model(pixels).argmax(1) == labels).float()
+    assert labels.tolist() == [0, 0, 0, 0, 1]
+    each = [right[:4].mean().item(), right[4].item()]
+    assert [c["accuracy"] for c in found["classes"]] == pytest.approx(each)
+    assert [(c["name"], c["images"]) for c in found["classes"]] == [("bright", 4), ("dark", 1)]
+    assert found["balanced_accuracy"] == pytest.approx(sum(each) / 2)
+    assert found["accuracy"] == pytest.approx(right.mean().item())
+    assert found["images"] == 5

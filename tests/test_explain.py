@@ -921,3 +921,11 @@ def test_eight_threads_with_different_targets_do_not_disturb_each_other(make):
                 assert_same(e, right, tolerance=1e-12)
     assert not BF.in_explanation_mode()
     assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor.long, lambda t: t.int().numpy()])
+def test_one_hot_targets_are_no_class_indices(kind):
+    model, x = converted(), pictures(channels=3)
+    with pytest.raises(ValueError, match=r"look one-hot: use targets\.argmax\(1\)"):
+        tb.explain(model, x, kind(torch.eye(model.num_classes)[: len(x)]))
+    tb.explain(model, x, torch.tensor([[0, 1]] * len(x)))

@@ -457,3 +457,14 @@ def test_a_file_that_looks_like_a_glob_is_a_file(folder):
 def test_paths_may_be_relative(folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert find_images(["b.png", "deep/*.PNG"]) == [Path("b.png"), Path("deep/D.PNG")]
+
+
+def test_files_of_twelve_bits_in_sixteen_are_told_of(tmp_path):
+    images._tell_once.cache_clear()
+    values = np.linspace(0, 4095, 64).astype(np.uint16).reshape(8, 8)
+    for i in range(2):
+        Image.fromarray(values).save(tmp_path / f"{i}.png")
+    with pytest.warns(UserWarning, match="10 or 12 bits"):
+        pixels = images.read_pixels(tmp_path / "0.png")
+    assert pixels.max() == 16
+    images.read_pixels(tmp_path / "1.png")  # once is enough: here it would be an error

@@ -520,3 +520,23 @@ def test_autocast_keeps_the_linear_map():
         e = tb.explain(model, x)
     scale = (e.outputs - model.logit_bias).abs().max()
     assert e.residual.abs().max() <= TOLERANCE[torch.bfloat16] * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_of_another_type_takes_images_as_they_are(dtype):
+    model, x = small_model().to(dtype).eval(), images(2, 16)
+    assert torch.equal(model(x), model(x.to(dtype)))
+    assert tb.signal(model, x).logits > 0
+    assert tb.calibrate(model, x)(x).dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["resnet18", "timm/resnet10t"])
+def test_conventional_weights_are_not_asked_for(name):
+    given = {"pretrained": True} if name.startswith("timm/") else {"weights": "DEFAULT"}
+    with pytest.raises(ValueError, match="must be left out: conventional weights are of no use"):
+        tb.create_model(name, num_classes=4, **given)
+
+
+def test_a_name_is_not_converted_but_made():
+    with pytest.raises(TypeError, match=r"`module` \(='resnet18'\) must be an nn.Module; create_"):
+        tb.convert("resnet18")

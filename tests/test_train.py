@@ -156,6 +156,12 @@ def test_resuming_with_another_setting_is_refused(little_data, tmp_path):
         train.train(config(epochs=1, lr=0.5), tmp_path, console=QUIET, resume=True)
 
 
+def test_data_may_have_moved_when_a_run_is_resumed(little_data, tmp_path):
+    whole = train.train(config(epochs=1), tmp_path, console=QUIET)
+    again = train.train(config(epochs=1, data="./shapes"), tmp_path, console=QUIET, resume=True)
+    assert_same_weights(weights(whole), weights(again))
+
+
 def test_a_training_is_not_overwritten(little_data, tmp_path):
     train.train(config(epochs=1), tmp_path, console=QUIET)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from torchbcos._arguments import check_device
-from torchbcos.explain import logits_of, unwrapped
+from torchbcos.explain import logits_of
 from torchbcos.models import ConventionalModel
+from torchbcos.wrappers import unwrapped
 
 __all__ = ["Normalised", "how_tested", "load_baseline", "to_explain"]
 

@@ -74,7 +74,7 @@ def calibrate(
         for layer in before if not only_temperature else ():
             layer.scale = 1.0
         with _watching(model, settle), _as_in_training(model):
-            outputs = model.network(encode(images))
+            outputs = model.network(encode(images.to(next(model.parameters()).dtype)))
         first = outputs if isinstance(outputs, Tensor) else outputs[0]
         finite = bool(torch.isfinite(first).all())
         if not finite or not first.any():
@@ -142,7 +142,7 @@ def signal(model: BcosModel, images: Tensor) -> Signal:
         return out
 
     with _watching(model, look), _as_in_training(model):
-        outputs = model.network(encode(images))
+        outputs = model.network(encode(images.to(next(model.parameters()).dtype)))
     first = outputs if isinstance(outputs, Tensor) else outputs[0]
     return Signal(tuple(rows), _rms(first, 0.0) / model.temperature)
 

@@ -27,6 +27,7 @@ from torchbcos._arguments import check_device
 from torchbcos._version import __version__
 from torchbcos.models import BcosModel, convert, create_model
 from torchbcos.released import is_released, load_released
+from torchbcos.wrappers import unwrapped
 
 __all__ = ["CheckpointError", "default_name", "load", "save", "write_atomically"]
 
@@ -40,7 +41,7 @@ class CheckpointError(ValueError):
 
 
 def save(
-    model: BcosModel,
+    model: nn.Module,
     path: str | os.PathLike[str],
     *,
     half: bool = False,
@@ -48,6 +49,7 @@ def save(
 ) -> None:
     """Write the model to `path`, or leave what was there untouched if anything fails.
 
+    Unlike `model.state_dict()`, which has the weights alone, the file has γ, T and the rest, too.
     With `half` the weights are stored in float16, at half the size; `load` gives float32 again.
     `provenance` is JSON of your own: the data, the command, the accuracy.
 
@@ -60,7 +62,7 @@ def save(
     >>> torch.equal(model(images), again(images))
     True
     """
-    path = Path(path)
+    path, model = Path(path), _plain(model)
     statistics = dict(model.named_buffers())  # few, and of any size: float16 may not hold them
     listed = model.state_dict()
     unlisted = {name: statistics[name] for name in _unlisted(model) if name in statistics}
@@ -98,6 +100,21 @@ def save(
     if not path.parent.is_dir():
         raise FileNotFoundError(f"`path` (={str(path)!r}): its folder does not exist; create it.")
     write_atomically(path, safetensors.torch.save(tensors, metadata=header))
+
+
+def _plain(model: nn.Module) -> BcosModel:
+    """The model inside of torch's wrappers, if it can be read back from its tensors."""
+    model = unwrapped(model)
+    if not isinstance(model, BcosModel):
+        raise TypeError(f"`model` (a {type(model).__name__}) must be a BcosModel: convert it.")
+    for name, layer in model.bcos_layers():
+        if "weight" not in layer._parameters:
+            raise ValueError(
+                f"`model` computes the weight of {name} from others, and could not be read back: "
+                "make it plain, with torch.nn.utils.parametrize.remove_parametrizations or "
+                "torch.nn.utils.prune.remove."
+            )
+    return model
 
 
 def load(

@@ -269,7 +269,7 @@ def evaluate(
 ) -> None:
     """The accuracy of a model on the test images of a data set."""
     from torchbcos.checkpoint import default_name, load
-    from torchbcos.evaluate import evaluate as measure
+    from torchbcos.evaluate import evaluate_classes as measure
     from torchbcos.evaluate import open_as_trained
 
     network = load(model or default_name(), device=device)
@@ -281,15 +281,11 @@ def evaluate(
             f"{data} has {len(split.classes)} classes, and the model has {network.num_classes} "
             "outputs: name images of the classes that it learned."
         )
-    accuracy, loss = measure(network, split.test, console=errors)
+    found = measure(network, split.test, split.classes, console=errors)
     if as_json:
-        sys.stdout.write(
-            json.dumps({"accuracy": accuracy, "loss": loss, "images": len(split.test)}) + "\n"
-        )
+        sys.stdout.write(json.dumps(found.as_json()) + "\n")
     else:
-        output.print(
-            f"{accuracy:.2%} of {len(split.test)} images, loss {loss:.4f}", highlight=False
-        )
+        output.print(str(found), highlight=False, soft_wrap=True)
 
 
 app.command(

@@ -173,8 +173,16 @@ def _chosen(found: Neurons, layer: str, unit: str, skewed: int, top: int) -> lis
     names = [layer] if layer else list(found.layers)
     if skewed:
         chosen = found.most_skewed(skewed, names)
+        if not chosen and found.top >= found.count:
+            raise ValueError(
+                f"{found.path} keeps all {found.count} images for each unit, so that none can be "
+                "skewed: collect again, with a --top well below that."
+            )
         if not chosen:
-            raise ValueError(f"no unit of {found.path} is class-skewed beyond chance: try --top.")
+            raise ValueError(
+                f"no unit of {found.path} is class-skewed beyond chance: show the highest ones, "
+                "with --top N."
+            )
         return chosen
     if top:
         return [each for name in names for each in found.most_active(name, top)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torchbcos.batches import find_damaged, in_order
 from torchbcos.data import ImageFiles, ImageSet, Split, open_data
 from torchbcos.models import BcosModel
 
-__all__ = ["evaluate", "open_as_trained", "tally"]
+__all__ = ["Evaluation", "evaluate", "evaluate_classes", "open_as_trained", "tally"]
 
 
 PIXELS = 2**23  # of the images that are looked at together, at most 500
@@ -55,7 +56,11 @@ def open_as_trained(
 
 
 def evaluate(
-    model: nn.Module, images: ImageSet, batch: int = 0, *, console: Console | None = None
+    model: nn.Module,
+    images: ImageSet,
+    batch: int = 0,
+    *,
+    console: Console | None = None,
 ) -> tuple[float, float]:
     """(accuracy, mean loss) over a set; the model's mode is as before afterwards.
 
@@ -63,6 +68,55 @@ def evaluate(
     """
     correct, loss, count = tally(model, images, batch, console=console).tolist()
     return correct / count, loss / count
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How good a model is, and on which classes."""
+
+    accuracy: float
+    loss: float
+    classes: tuple[tuple[str, int, int], ...]  # name, images, how many of them are right
+
+    @property
+    def balanced_accuracy(self) -> float:
+        """The mean over the classes: what always says the same has 1/K."""
+        return sum(right / count for _, count, right in self.classes) / len(self.classes)
+
+    def __str__(self) -> str:
+        count = sum(count for _, count, _ in self.classes)
+        return (
+            f"{self.accuracy:.2%} of {count} images, {self.balanced_accuracy:.2%} as a mean over "
+            f"the classes, loss {self.loss:.4f}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "accuracy": self.accuracy,
+            "balanced_accuracy": self.balanced_accuracy,
+            "loss": self.loss,
+            "images": sum(count for _, count, _ in self.classes),
+            "classes": [
+                {"name": name, "accuracy": right / count, "images": count}
+                for name, count, right in self.classes
+            ],
+        }
+
+
+def evaluate_classes(
+    model: nn.Module,
+    images: ImageSet,
+    classes: Sequence[str],
+    *,
+    console: Console | None = None,
+) -> Evaluation:
+    """As `evaluate`, for each of the classes that has images."""
+    by_class = torch.zeros(len(classes), 2, dtype=torch.long)
+    right, loss, count = tally(model, images, console=console, by_class=by_class).tolist()
+    found = zip(classes, by_class.tolist(), strict=True)
+    return Evaluation(
+        right / count, loss / count, tuple((name, of, own) for name, (of, own) in found if of)
+    )
 
 
 @torch.no_grad()
@@ -75,6 +129,7 @@ def tally(
     world: int = 1,
     workers: int | None = None,
     console: Console | None = None,
+    by_class: Tensor | None = None,  # [K, 2], to which images and right ones are added
 ) -> Tensor:  # [3]
     """How many are right, the sum of the losses, and how many there are, in one process's share."""
     training = {module: module.training for module in model.modules()}
@@ -89,11 +144,14 @@ def tally(
     model.eval()
     try:
         for x, labels, counts in batches:
-            logits = model(x)
+            logits = model(x).float()
             target = F.one_hot(labels, logits.shape[1]).to(logits.dtype)
             losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(1)
             right = logits.argmax(1) == labels
             total += torch.stack([right * counts, losses * counts, counts.float()]).sum(1)
+            if by_class is not None:
+                each = torch.stack([counts, right * counts], 1).long()
+                by_class.index_add_(0, labels.cpu(), each.cpu())
     finally:
         for module, mode in training.items():
             module.training = mode

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.optim.swa_utils import AveragedModel
 
 from torchbcos.convert.rewriter import FACTOR
 from torchbcos.encoding import begin_check_values, check_images, encode
@@ -27,6 +26,7 @@ from torchbcos.layout import tap_with_axis
 from torchbcos.models import BcosModel
 from torchbcos.tap import node_of, tap
 from torchbcos.targets import Targets, resolve_targets, targets_of_chunk
+from torchbcos.wrappers import unwrapped
 
 __all__ = ["Explanation", "Targets", "Unit", "explain"]
 
@@ -205,30 +205,6 @@ def rows_and_bias(
                 bias = bias + (grad.to(wide) * own.to(wide)).reshape(x.shape[0], -1).sum(1)
         biases.append(bias)
     return torch.stack(rows, 1), torch.stack(biases, 1)
-
-
-#: What holds a model as `module`, and computes what it computes.
-_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch's wrappers: for many devices, for averages, of torch.compile."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, _WRAPPERS):
-            inner = model.module
-        if inner is None:
-            break
-        model = inner
-    if not isinstance(model, BcosModel):
-        for name, part in model.named_modules():
-            if isinstance(part, BcosModel):
-                raise ValueError(
-                    f"`model` (a {type(model).__name__}) is no BcosModel but holds one, and what "
-                    "it does with its images is not known: pass "
-                    f"model.get_submodule({name!r}) itself."
-                )
-    return model
 
 
 def network_input(model: nn.Module, images: Tensor) -> Tensor:

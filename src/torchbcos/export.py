@@ -21,12 +21,13 @@ from torchbcos._arguments import why_unsuitable
 from torchbcos._version import __version__
 from torchbcos.checkpoint import write_atomically
 from torchbcos.encoding import decode
-from torchbcos.explain import explain, logits_of, network_input, rows_and_bias, unwrapped
+from torchbcos.explain import explain, logits_of, network_input, rows_and_bias
 from torchbcos.explanation import Explanation
 from torchbcos.functional import collect_offsets
 from torchbcos.models import BcosModel, ConventionalModel
 from torchbcos.render import PERCENTILE, colour
 from torchbcos.tracing import trace
+from torchbcos.wrappers import unwrapped
 
 __all__ = ["ExportError", "Exported", "export"]
 

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 __all__ = ["ImageError", "check_image", "find_images", "image_size", "read_image", "read_pixels"]
+
+DARK = (
+    "Images of 16 bits are read as 0 to 65535, and one has no value above 4095: if these are 10 or "
+    "12 bits, scale them up, or nearly all is black."
+)
 
 
 class ImageError(ValueError):
@@ -181,6 +187,11 @@ def _naming(path: Path | str) -> Iterator[None]:
         raise ImageError(f"{path} is damaged and cannot be decoded ({reason}).") from error
 
 
+@cache
+def _tell_once(words: str) -> None:
+    warnings.warn(words, stacklevel=2)
+
+
 def _to_rgb(image: Image.Image, channels: int, path: Path | str, kind: str | None) -> Image.Image:
     """8-bit RGB or grey, from any mode; `kind` is the file's, as "TIFF"."""
     if image.mode.startswith("I") or image.mode == "F":
@@ -194,6 +205,8 @@ def _to_rgb(image: Image.Image, channels: int, path: Path | str, kind: str | Non
             unit = 65535 if high > 255 else 255
         else:
             unit = 65535 if image.mode.startswith("I") or high > 255 else 255 if high > 1 else 1
+        if unit == 65535 and 255 < high < 4096:
+            _tell_once(DARK)
         image = Image.fromarray((values / unit * 255).round().astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")

@@ -96,8 +96,8 @@ def _check_plan(logits: Tensor, labels: Tensor, grids: int, n: int, preset: str)
     least = n * n + (preset == "released")
     if logits.shape[1] < least:
         raise ValueError(
-            f"`n` (={n}) needs {least} different classes, and there are {logits.shape[1]}: use a "
-            "smaller `n`."
+            f"`n` (={n}) needs {least} different classes, and there are {logits.shape[1]}: "
+            + ("use a smaller `n`." if n > 2 else "the game cannot be played with so few.")
         )
 
 

@@ -22,7 +22,7 @@ from torchbcos._version import __version__
 from torchbcos.checkpoint import write_atomically
 from torchbcos.data import ImageSet
 from torchbcos.disconnected import cell_targets, difull, dipart
-from torchbcos.explain import logits_of, network_input, unwrapped
+from torchbcos.explain import logits_of, network_input
 from torchbcos.localise import (
     Summary,
     check_kernel,
@@ -36,6 +36,7 @@ from torchbcos.localise import (
 )
 from torchbcos.models import BcosModel
 from torchbcos.posthoc import Method, choose_methods
+from torchbcos.wrappers import unwrapped
 
 __all__ = ["Game", "MethodScores", "Played", "grid_images", "play"]
 

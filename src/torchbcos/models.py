@@ -85,7 +85,8 @@ class BcosModel(nn.Module):
         check_images(images, self.in_channels)
         if not (self._values_checked or torch.compiler.is_compiling()):
             self._check_once(images)
-        return self.from_encoded(encode(images))
+        dtype = next((p.dtype for p in self.parameters()), images.dtype)
+        return self.from_encoded(encode(images.to(dtype)))
 
     def from_encoded(self, encoded: Tensor) -> Tensor | tuple[Tensor, ...]:
         """`forward` for images that went through `encoding.encode` already."""
@@ -185,6 +186,8 @@ def convert(
       ReLU               removed                          1
     Dynamic-linear: W(x)·x + bias is the output.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"`module` (={module!r}) must be an nn.Module; create_model takes names.")
     options = {"b": b, "max_out": max_out, "norm": norm, "head": head, "strict": strict}
     conversion = convert_network(module, size=input_size, **options)  # type: ignore[arg-type]
     return _model(conversion, classes, Architecture(None, options))
@@ -331,6 +334,12 @@ def _unconverted(
 
 
 def _builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
+    for pretrained in ("weights", "pretrained"):
+        if options.get(pretrained):
+            raise ValueError(
+                f"`{pretrained}` (={options[pretrained]!r}) must be left out: conventional weights "
+                "are of no use to a B-cos network, which is trained anew."
+            )
     if name in _OURS:
         return lambda: _OURS[name](**options)
     if name.startswith("timm/"):

@@ -46,8 +46,14 @@ def resolve_targets(targets: Targets, logits: Tensor, names: Sequence[str] | Non
     if isinstance(targets, Tensor):
         if targets.is_floating_point() or targets.dtype == torch.bool:
             raise TypeError(f"`targets` (dtype {targets.dtype}) must be integers, class indices.")
-        for value in (int(targets.min()), int(targets.max())):
+        least, most = int(targets.min()), int(targets.max())
+        for value in (least, most):
             check_class(value, k)
+        if targets.dim() == 2 and targets.shape[1] == k > 2 and most <= 1:
+            raise ValueError(
+                f"`targets` (shape {tuple(targets.shape)}, of 0 and 1) must be class indices, and "
+                "look one-hot: use targets.argmax(1)."
+            )
         given = targets.to(logits.device, torch.long, non_blocking=True)
         if given.dim() == 0:
             given = given.expand(n)

@@ -70,7 +70,7 @@ class TrainingState:
             raise ValueError(f"{path} is damaged: remove it to begin anew.") from error
         mine = config.as_json()
         for name, value in about["config"].items():
-            if mine.get(name) != value:
+            if name != "data" and mine.get(name) != value:  # which may be in another place now
                 raise ValueError(
                     f"`{name}` (={mine.get(name)!r}) must be {value!r}, as in the run to be "
                     f"resumed in {path.parent}: change it back, or choose another folder."

@@ -257,6 +257,11 @@ def _check_shapes(
         was, now = before.get(node.name), node.meta.get("shape")
         known = node in rewriter.values and not rewriter.values[node].raw
         if known and was and now and was != now:
+            if node.op == "output" and len(was) == 1:
+                raise ValueError(
+                    f"{name} cannot be converted: it returns [N], and a model returns [N, K]: "
+                    "leave out what removes the last dimension, such as squeeze or flatten."
+                )
             raise ValueError(
                 f"{name} cannot be converted: {rewriter.place(node)} would give {list(now[1:])} in "
                 f"place of {list(was[1:])}, so it does more than others of its kind: replace it."

@@ -36,7 +36,7 @@ def divergence(counts: Tensor, whole: Tensor) -> Tensor:
     tensor([0., 1.], dtype=torch.float64)
     """
     share = counts.double() / counts.sum(1, keepdim=True)
-    times = share * (whole.sum() / whole.clamp(min=1))  # as frequent as in the set
+    times = share * (whole.sum().double() / whole.clamp(min=1))  # as frequent as in the set
     bits: Tensor = torch.xlogy(share, times).sum(1) / math.log(2)
     return bits
 

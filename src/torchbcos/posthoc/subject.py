@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from torchbcos.baseline import Normalised, to_explain
-from torchbcos.explain import logits_of, network_input, unwrapped
+from torchbcos.explain import logits_of, network_input
 from torchbcos.models import BcosModel
 from torchbcos.targets import Targets, check_class, resolve_targets, targets_of_chunk
+from torchbcos.wrappers import unwrapped
 
 __all__ = ["Subject", "input_of", "network_of", "probabilities"]
 

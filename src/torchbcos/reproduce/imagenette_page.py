@@ -213,7 +213,7 @@ def _verdicts(networks: Mapping[str, Result | None]) -> Iterator[str]:
         words += "" if median >= HIGH else f", below {HIGH}"
         for where, other in (("the same network", r), ("the conventional one", conventional)):
             leads = _leads(r, other) if other is not None else {}
-            if leads:
+            if other is not None and leads:
                 best, lead = min(leads.items(), key=lambda pair: pair[1])
                 above = sum(value > 0 for value in leads.values())
                 words += (

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from torchbcos import render
-from torchbcos.encoding import encode
 from torchbcos.explain import explain, logits_of, network_input
 from torchbcos.explanation import Explanation
 from torchbcos.images import read_image
@@ -228,8 +227,9 @@ class Explorer:
             raise NotThereError(f"`layer` (={layer!r}) is no layer of the page's list.")
 
         def make(kept: _Kept) -> Tensor:
+            x = network_input(self.model, kept.image)
             with torch.no_grad():
-                return tap(self.model.network, layer, encode(kept.image))[0].float().cpu()
+                return tap(self.model.network, layer, x)[0].float().cpu()
 
         return self._made(key, ("activation", layer), make)
 
