@@ -159,3 +159,12 @@ def test_files_that_keep_every_image_cannot_tell_skewed_units(collected, run, tm
     assert collected("--out", tmp_path / "all", "--top", 50)[0] == 0
     result = run("neurons", "show", tmp_path / "all", "--skewed", 3)
     assert_one_sentence(result, "keeps all 20 images for each unit", "--top well below")
+
+
+def test_the_page_can_be_made_in_another_folder(run, place, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(place)
+    options = ("--model", "m.safetensors", "--data", "set", "--layers", "3", "--top", 3)
+    assert run("neurons", *options, "--out", tmp_path / "units")[0] == 0
+    monkeypatch.chdir(tmp_path)
+    assert run("neurons", "show", "units", "--top", 1)[0] == 0
+    assert (tmp_path / "neurons.html").exists()

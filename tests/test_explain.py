@@ -596,6 +596,7 @@ def test_training_mode_uses_the_batch_and_tracks_nothing():
     before = {k: v.clone() for k, v in model.state_dict().items()}
     batch = tb.explain(model, images, running.targets)
     assert (running.statistics, batch.statistics) == ("running", "batch")
+    assert [repr(e).endswith("norms as in training") for e in (running, batch)] == [False, True]
     assert (running.outputs - batch.outputs).abs().max() > 1e-3
     assert model.training
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

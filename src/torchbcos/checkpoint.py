@@ -273,8 +273,8 @@ def _rebuild(config: dict[str, Any], module: nn.Module | None, path: Path) -> Bc
         return convert(module, **{k: options[k] for k in known}, input_size=config["input_size"])
     if name is None:
         raise CheckpointError(
-            f"{path} holds a model converted from a module of its author: pass that module, as in "
-            "torchbcos.load(path, module=MyNetwork())."
+            f"{path} holds a model converted from a module of its author: in Python, pass that "
+            "module, as in torchbcos.load(path, module=MyNetwork()); commands cannot make it."
         )
     return create_model(name, input_size=config["input_size"], **options)
 

@@ -69,7 +69,7 @@ def neurons(
             classes=opened.classes,
             fabric=fabric,
             resume=resume,
-            about={"model": name, "data": data, "split": split},
+            about={"model": _place(name), "data": _place(data), "split": split},
             progress=console(stderr=True),
         )
     except KeyboardInterrupt as error:
@@ -132,6 +132,11 @@ def show(
         table.add_row(as_text(row["layer"]), str(row["unit"]), *numbers, as_text(share))
     console().print(table)
     console().print(f"Open {out}", soft_wrap=True, markup=False)
+
+
+def _place(name: str) -> str:
+    """A path that is true from any folder, if it is one: the page may be made in another."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def _open(name: str, data: str, split: str, device: str) -> tuple[BcosModel, Split, ImageSet]:

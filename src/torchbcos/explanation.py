@@ -155,6 +155,7 @@ class Explanation:
         return (
             f"Explanation of {what}: {n} image{'s'[: n != 1]} × {k} target{'s'[: k != 1]}, W(x) of "
             f"{channels}×{height}×{width}, residual at most {miss:.1e} of the largest output"
+            + (", norms as in training" if self.statistics == "batch" else "")
         )
 
 
