@@ -43,8 +43,14 @@ def unit_rows(weight: Tensor) -> Tensor:
     tensor([[0.6000, 0.8000],
             [0.0000, 0.0000]])
     """
-    rows: Tensor = _UnitRows.apply(weight.to(accumulation_dtype(weight.dtype)))
+    rows: Tensor = _apply(_UnitRows, weight.to(accumulation_dtype(weight.dtype)))
     return rows.to(weight.dtype)
+
+
+def _apply(function: Any, tensor: Tensor, *rest: Any) -> Any:
+    """`function.apply`, without the cost of an autograd function where nothing is derived."""
+    run = function.forward if _only_values(tensor) else function.apply
+    return run(tensor, *rest)
 
 
 def _row_norms(w: Tensor) -> Tensor:
@@ -75,7 +81,7 @@ def sum_of_squares(x: Tensor, dim: int, groups: int = 1) -> Tensor:
     """Σ x² over `dim`, which stays with size `groups`: one sum for each block of the dimension."""
     x = x.to(accumulation_dtype(x.dtype))
     if groups == 1:
-        summed: Tensor = _SumOfSquares.apply(x, dim)
+        summed: Tensor = _apply(_SumOfSquares, x, dim)
         return summed
     squares = x.square()
     if groups == x.shape[dim]:
@@ -169,7 +175,7 @@ def bcos_scale(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
     """
     if b == 1:
         return lin if scale == 1 else lin * scale
-    out: Tensor = _BcosScale.apply(lin, sq_norm, b, scale)
+    out: Tensor = _apply(_BcosScale, lin, sq_norm, b, scale)
     return out
 
 
@@ -289,7 +295,7 @@ def _max_unit(lin: Tensor, dim: int) -> Tensor:
     """The transform grows with lin, so the largest lin is the unit with the largest output."""
     first, *others = lin.unbind(dim)
     for other in others:
-        first = _Larger.apply(first, other)
+        first = _apply(_Larger, first, other)
     return first
 
 
