@@ -211,9 +211,11 @@ def processor(document: Row) -> list[str]:
         "From `results/speed_cpu.json`: "
         f"`{run['command']}` on one {run['device']}, {run['dtype']}, "
         f"{run['memory_format'].replace('_', ' ')}, torch {run['torch']}, "
-        f"commit {run['commit']}. These machines are noisy: four earlier runs (not all "
-        "of them kept) gave ours 1.13, 1.13, 1.08 and 1.08 of the conventional network's time for "
-        "inference, one of them 1.03 for a training step.\n",
+        f"commit {run['commit']}. These machines are noisy: another run of the same commit, not "
+        "kept, gave ours 1.01 of the conventional network's time for inference and 1.21 for a "
+        "training step; two of the commit before it, with a little more overhead, 1.15 for "
+        "inference and 1.16 and 1.08 for a training step; and earlier ones 1.13, 1.13, 1.08, 1.08 "
+        "and 1.03 for inference.\n",
         "| | inference, ms | of the conventional's | training step, ms | of the conventional's |",
         "|---|---|---|---|---|",
     ]
