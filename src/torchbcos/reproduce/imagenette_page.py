@@ -304,7 +304,7 @@ def _units(document: Mapping[str, Any] | None) -> str:
         classes = sorted({c for each in counts for c in each}, key=str.lower)
         rows = [[c, *(str(each.get(c, 0)) for each in counts)] for c in classes]
         header = ["class", *(f"unit {unit} of `{n}`" for n, (unit, _) in skewed.items())]
-        parts.append("### Class histograms of the most skewed units (as Fig. B4)")
+        parts.append("### Class histograms of the most skewed units (as Fig. B4, there of 500)")
         parts += [f"Of the {top} best images of each:", table(header, rows)]
     return "\n\n".join(parts)
 
