@@ -26,7 +26,7 @@ from torchbcos.layout import tap_with_axis
 from torchbcos.models import BcosModel
 from torchbcos.tap import node_of, tap
 from torchbcos.targets import Targets, resolve_targets, targets_of_chunk
-from torchbcos.wrappers import unwrapped
+from torchbcos.wrappers import check_together, unwrapped
 
 __all__ = ["Explanation", "Targets", "Unit", "explain"]
 
@@ -81,11 +81,7 @@ def explain(
         raise ValueError(f"`unit` (={unit!r}) needs `layer`: the name of the layer it is in.")
     if layer is not None and (unit is None or targets is not None):
         raise ValueError(f"`layer` (={layer!r}) needs `unit`, and `targets` only go with logits.")
-    device = next((p.device for p in model.parameters()), images.device)
-    if images.device != device:
-        raise ValueError(
-            f"`images` (on {images.device}) must be where the model is: use images.to('{device}')."
-        )
+    check_together(model, images)
     units: list[Any] = list(unit) if isinstance(unit, list) else [unit]
     if not units:
         raise ValueError("`unit` (=[]) must hold at least one unit.")

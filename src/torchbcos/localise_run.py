@@ -36,7 +36,7 @@ from torchbcos.localise import (
 )
 from torchbcos.models import BcosModel
 from torchbcos.posthoc import Method, choose_methods
-from torchbcos.wrappers import unwrapped
+from torchbcos.wrappers import check_together, unwrapped
 
 __all__ = ["Game", "MethodScores", "Played", "grid_images", "play"]
 
@@ -332,11 +332,7 @@ def _check_fits(model: nn.Module, images: ImageSet, game: Game) -> int:
     """How many outputs the network has, if it takes cells and grids of these sizes."""
     inner = unwrapped(model)
     cell, _ = images.batch(torch.tensor([0]))
-    where = next((p.device for p in inner.parameters()), cell.device)
-    if cell.device != where:
-        raise ValueError(
-            f"`images` (on {cell.device}) must be where the model is: use images.to('{where}')."
-        )
+    check_together(inner, cell)
     sizes = {"a cell": cell}
     if game.setting != "difull":  # there each cell is seen by itself
         sizes[f"a grid of {game.n}×{game.n} cells"] = compose(

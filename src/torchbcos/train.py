@@ -28,12 +28,10 @@ from torchbcos.optimiser import clip_adaptively, make_optimiser, set_rate, set_w
 from torchbcos.processes import make_fabric, naming_lost_processes
 from torchbcos.progress import Journal, Progress
 from torchbcos.training_config import TrainConfig
-from torchbcos.training_state import TrainingState, whole
+from torchbcos.training_state import MODEL, STATE, TrainingState, check_free, whole
 from torchbcos.watch import TrainError, Watch
 
 __all__ = ["TrainConfig", "TrainError", "train"]
-
-MODEL, STATE = "model.safetensors", "state.safetensors"
 
 
 def train(
@@ -54,12 +52,8 @@ def train(
     `workers` processes decode images that are streamed.
     """
     out = Path(out)
-    there = [name for name in (MODEL, STATE) if (out / name).exists()]
-    if there and not resume:
-        raise ValueError(
-            f"`out` (={str(out)!r}) holds a training already, in {there[0]}: go on with it by "
-            "--resume (`resume=True`), or choose another folder."
-        )
+    if not resume:
+        check_free(out)
     out.mkdir(parents=True, exist_ok=True)
     fabric = fabric or make_fabric(config.precision)
     if "LT_CLI_USED" not in os.environ:  # `fabric run` has launched it already

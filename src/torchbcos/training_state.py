@@ -20,12 +20,25 @@ from torchbcos.checkpoint import write_atomically
 from torchbcos.models import BcosModel
 from torchbcos.training_config import TrainConfig
 
-__all__ = ["TrainingState", "whole"]
+__all__ = ["MODEL", "STATE", "TrainingState", "check_free", "whole"]
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The tensor itself, or all of it if this process holds only a shard."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+MODEL, STATE = "model.safetensors", "state.safetensors"  # in a run's folder
+
+
+def check_free(out: Path) -> None:
+    """Refuse a folder that holds a training, which another would overwrite."""
+    there = [name for name in (MODEL, STATE) if (out / name).exists()]
+    if there:
+        raise ValueError(
+            f"`out` (={str(out)!r}) holds a training already, in {there[0]}: go on with it by "
+            "--resume (`resume=True`), or choose another folder."
+        )
 
 
 @dataclass

@@ -1,13 +1,13 @@
-"""Models inside of what torch wraps around them."""
+"""Where a model is: inside of what torch wraps around it, and on which device."""
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from torchbcos.models import BcosModel
 
-__all__ = ["unwrapped"]
+__all__ = ["check_together", "unwrapped"]
 
 #: What holds a model as `module`, and computes what it computes.
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
@@ -31,3 +31,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
                     f"model.get_submodule({name!r}) itself."
                 )
     return model
+
+
+def check_together(model: nn.Module, images: Tensor) -> None:
+    """Refuse images on another device than the model's."""
+    where = next((p.device for p in model.parameters()), images.device)
+    if images.device != where:
+        raise ValueError(
+            f"`images` (on {images.device}) must be where the model is: use images.to('{where}')."
+        )

@@ -32,8 +32,9 @@ from torchbcos.models import BcosModel, create_model
 from torchbcos.posthoc import METHODS
 from torchbcos.reproduce.experiments import Experiment
 from torchbcos.reproduce.units import describe_units
-from torchbcos.train import STATE, train
+from torchbcos.train import train
 from torchbcos.training_config import TrainConfig
+from torchbcos.training_state import MODEL, STATE
 
 __all__ = ["Trial"]
 
@@ -209,7 +210,7 @@ class Trial:
 
     def _trained(self, console: Console) -> BcosModel:
         """From its file, that is, as everyone else will have it."""
-        path = self.folder / "model.safetensors"
+        path = self.folder / MODEL
         if not path.exists() or not self._is_mine(load(path)):
             train(self.config, self.folder, console=console, resume=True)
         (self.folder / STATE).unlink(missing_ok=True)  # three times the model, and done with
