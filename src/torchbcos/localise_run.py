@@ -335,9 +335,8 @@ def _check_fits(model: nn.Module, images: ImageSet, game: Game) -> int:
     check_together(inner, cell)
     sizes = {"a cell": cell}
     if game.setting != "difull":  # there each cell is seen by itself
-        sizes[f"a grid of {game.n}×{game.n} cells"] = compose(
-            cell.repeat(game.n**2, 1, 1, 1), game.n
-        )
+        grid = compose(cell.repeat(game.n**2, 1, 1, 1), game.n)
+        sizes[f"a grid of {game.n}×{game.n} cells"] = grid
     for what, pixels in sizes.items():
         try:
             outputs = logits_of(inner, network_input(inner, pixels)).shape[1]
