@@ -541,6 +541,22 @@ def test_one_forward_pass_for_any_number_of_targets_and_equal_results_for_any_ch
     assert calls.sizes == sizes * 2
 
 
+@pytest.mark.parametrize(
+    ("size", "training", "sizes"),
+    [(224, False, [8, 2]), (448, False, [2] * 5), (1024, False, [1] * 10), (224, True, [10])],
+)
+def test_large_images_come_in_small_chunks_but_share_statistics_in_training(size, training, sizes):
+    class Looks(nn.Module):
+        def forward(self, x):
+            calls.append(len(x))
+            return x.mean((2, 3))
+
+    calls = []
+    images = torch.rand(1, 1, 1, 1).expand(10, 1, size, size)
+    tb.explain(Looks().train(training), images, 0)
+    assert calls == sizes
+
+
 @pytest.mark.parametrize("make", [converted, bare])
 def test_nothing_after_the_layer_is_computed(make):
     model = make()

@@ -33,8 +33,9 @@ __all__ = ["Explanation", "Targets", "Unit", "explain"]
 #: A channel (at its strongest position), (channel, y, x), or a function of the activation.
 Unit = int | tuple[int, int, int] | Callable[[Tensor], Tensor]
 
-#: How many images are explained at once where `chunk` is not given.
-CHUNK = {"cpu": 32, "cuda": 256}
+#: How many images are explained at once where `chunk` is not given: so many at the most, and not
+#: more than have so many pixels, which on a CPU should stay near its caches.
+CHUNK = {"cpu": (32, 8 * 224 * 224), "cuda": (256, 256 * 224 * 224)}
 
 
 def explain(
@@ -53,7 +54,7 @@ def explain(
     each image its own; or "all". `layer` is a submodule's name in the network, `unit` a channel
     (explained where it is strongest), (channel, y, x), a function from the activation, [N, C, H, W]
     or as the layer has it, to one value per image [N], or a list of these. At most `chunk` images
-    are in memory at once, by default 32, or 256 on a GPU.
+    are in memory at once, by default 8 of 224 pixels, or 256 on a GPU.
     The model and the images are left as they were.
 
     With `create_graph` the explanation is differentiable, by the weights and by the images, and can
@@ -74,7 +75,9 @@ def explain(
         shape = tuple(getattr(images, "shape", ()))
         raise ValueError(f"`images` (shape {shape}) must be a tensor [N, C, H, W].")
     if chunk is None:
-        chunk = CHUNK.get(images.device.type, 32)
+        chunk, pixels = CHUNK.get(images.device.type, CHUNK["cpu"])
+        if not model.training:  # in training, statistics are those of the images in a chunk
+            chunk = max(1, min(chunk, pixels // max(1, images.shape[2:].numel())))
     if chunk < 1:
         raise ValueError(f"`chunk` (={chunk}) must be at least 1 image.")
     if layer is None and unit is not None:
