@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchbcos.ops import augment_kernels, kernels, norm_kernels
+from torchbcos.ops import augment_kernels, kernels, map_kernels, norm_kernels
 
 CONSTANTS = {
     "TAPS_H": 3,
@@ -46,7 +46,7 @@ def signature(kernel, constants):
             kinds[name] = "*i8"
         elif name in FLOAT32 or (of_images and name in ("x", "out")):
             kinds[name] = "*fp32"
-        elif name in POINTERS or (name == "b" and kernel is kernels.add):
+        elif name in POINTERS or (name == "b" and kernel is map_kernels.add):
             kinds[name] = "*bf16"
         elif name in ("b", "scale", "eps", "momentum", "levels"):
             kinds[name] = "fp32"
@@ -56,7 +56,7 @@ def signature(kernel, constants):
 
 
 def main():
-    modules = (kernels, norm_kernels, augment_kernels)
+    modules = (kernels, map_kernels, norm_kernels, augment_kernels)
     for kernel in (k for module in modules for k in vars(module).values()):
         if not isinstance(kernel, triton.runtime.JITFunction) or kernel.fn.__name__[0] == "_":
             continue

@@ -18,7 +18,7 @@ from torchbcos import ops
 from torchbcos.ops import reference
 
 pytest.importorskip("triton")
-from torchbcos.ops import aside, launch, triton, triton_maps, triton_norms
+from torchbcos.ops import aside, launch, triton, triton_layer, triton_maps, triton_norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
@@ -263,9 +263,9 @@ def test_the_gradient_by_an_inner_map_is_whole():
 
 def test_only_the_gradients_asked_for_are_computed(monkeypatch):
     asked = []
-    inner = triton._convolution_backward
+    inner = triton_layer._convolution_backward
     monkeypatch.setattr(
-        triton, "_convolution_backward", lambda *a: (asked.append(a[-1]), inner(*a))[1]
+        triton_layer, "_convolution_backward", lambda *a: (asked.append(a[-1]), inner(*a))[1]
     )
     x, w = draw(2, 5, 6, 7).requires_grad_(), draw(4, 5, 3, 3).requires_grad_()
     torch.autograd.grad(conv(triton, x, w).sum(), x)
@@ -387,7 +387,7 @@ def test_weight_gradients_can_be_computed_beside_the_others(kind, beside, monkey
     # Autograd takes each as it is: a copy would be made without waiting for it.
     assert sorted(beside) == sorted((w.data_ptr(), w.grad.data_ptr()) for w in leaves)
     assert aside.current() is None
-    monkeypatch.setattr(triton.aside, "current", lambda: None)
+    monkeypatch.setattr(aside, "current", lambda: None)
     for mine, expected in zip(found, gradients()[1], strict=True):
         assert_agrees(mine, expected.double())
 

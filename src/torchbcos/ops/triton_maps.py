@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchbcos.ops import kernels
+from torchbcos.ops import map_kernels as kernels
 from torchbcos.ops.launch import (
     Launch,
     Shape,
