@@ -22,8 +22,13 @@ CONSTANTS = {
     "TRACKED": True,
 }
 VARIANTS = [
-    {"UNITS": units, "QUARTERS": quarters, "WHOLE": whole}
-    for units, quarters, whole in ((1, -1, True), (2, 0, False), (1, 4, False), (2, 7, True))
+    {"UNITS": units, "QUARTERS": quarters, "WHOLE": whole, **groups}
+    for units, quarters, whole, groups in (
+        (1, -1, True, {"outer": 1, "inner": 1, "SQUARE": False}),
+        (2, 0, False, {"outer": 1, "inner": 1, "SQUARE": False}),
+        (1, 4, False, {"outer": 1, "SQUARE": True}),  # what is not given is no constant
+        (2, 7, True, {"inner": 1, "SQUARE": False}),
+    )
 ]
 POINTERS = {
     "weight", "rows", "grad_rows", "grad", "x", "sq", "a", "out", "out_sq", "lin",

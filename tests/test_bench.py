@@ -112,6 +112,19 @@ def test_nothing_is_reported_when_the_kernels_are_wrong(monkeypatch, tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.parametrize("wrong", [1, 4, 16])
+def test_groups_of_every_size_are_checked(wrong, monkeypatch):
+    right = functional.bcos_conv2d
+
+    def conv(x, *rest, groups, **options):
+        off = groups == wrong and x.dtype == torch.float32
+        return right(x, *rest, groups=groups, **options) * (1.001 if off else 1)
+
+    monkeypatch.setattr(functional, "bcos_conv2d", conv)
+    with pytest.raises(bench.BenchError, match=rf"and {wrong} groups the layer on cpu is off by"):
+        bench.check_kernels(torch.device("cpu"))
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_what_is_compiled_is_checked_before_it_is_measured(wrong, monkeypatch):
     """Compiled by torch 2.11, layers in float32 once had no gradient at all."""
@@ -213,7 +226,9 @@ def test_an_unusable_file_is_noticed_before_the_work(monkeypatch, tmp_path):
 def test_the_suite_covers_what_is_compared():
     cases = bench_cases.suite("cuda")
     assert len(cases) == len(set(cases))
-    assert {c.arch for c in cases} == {"resnet34", "densenet121", "vgg11", "cifar9"}
+    assert {c.arch for c in cases} == {
+        "resnet34", "densenet121", "vgg11", "cifar9", "mobilenet_v2", "resnext50_32x4d",
+    }  # fmt: skip
     assert {c.b for c in cases} == {1, 1.5, 2, 2.5}
     assert {c.way for c in cases} == {"conventional", "floor", "pooled-floor", "peer", "ours"}
     assert {c.task for c in cases} == {"training", "inference", "explanation"}

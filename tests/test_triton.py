@@ -40,11 +40,12 @@ def draw(*shape, dtype=torch.float32, format="channels_last", seed=0):
 
 
 def conv(
-    twin, x, w, stride=1, padding=1, dilation=1, b=2.0, max_out=1, scale=1.0, frozen=False, eps=0.0
-):
+    twin, x, w, stride=1, padding=1, dilation=1, groups=1, b=2.0, max_out=1, scale=1.0,
+    frozen=False, eps=0.0,
+):  # fmt: skip
     hold = torch.Tensor.detach if frozen else None
     pair = [(v, v) if isinstance(v, int) else v for v in (stride, padding, dilation)]
-    return twin.bcos_conv(x, w, *pair, 1, b, max_out, scale, hold, eps)
+    return twin.bcos_conv(x, w, *pair, groups, b, max_out, scale, hold, eps)
 
 
 def run(twin, x, w, dtype=None, seed=9, **arguments):
@@ -109,6 +110,75 @@ def test_eps_is_added_to_the_squared_norm(b, size, frozen):
 
 def test_more_channels_than_a_tile_holds():
     check(draw(1, 600, 2, 2), draw(530, 600, 1, 1, seed=1), padding=0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("max_out", [1, 3])
+@pytest.mark.parametrize("outputs", [1, 2])  # of a group
+@pytest.mark.parametrize("groups", [2, 3, 6])  # 6: each channel alone
+def test_groups(groups, outputs, max_out, format):
+    x = draw(2, 6, 6, 7, format=format)
+    w = draw(groups * outputs * max_out, 6 // groups, 3, 3, format=format, seed=1)
+    check(x, w, stride=(2, 1), groups=groups, b=1.5, max_out=max_out, scale=1.7, eps=0.01)
+
+
+@pytest.mark.parametrize("b", [1.0, 2.0, 2.3])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_of_every_type_and_exponent(dtype, groups, frozen, b):
+    x, w = draw(2, 4, 5, 7, dtype=dtype), draw(8, 4 // groups, 3, 2, dtype=dtype, seed=1)
+    check(x, w, padding=(2, 1), groups=groups, b=b, max_out=2, frozen=frozen)
+
+
+def test_more_pixels_of_groups_than_a_tile_holds():
+    check(draw(2, 4, 20, 31), draw(4, 1, 3, 3, seed=1), groups=4)
+    check(draw(1, 1200, 2, 2), draw(1200, 600, 1, 1, seed=1), padding=0, groups=2)
+
+
+@pytest.mark.parametrize("groups", [3, 6])
+def test_groups_of_a_part_of_a_map(groups):
+    """Its pixels follow each other at one stride, but between them lie those of other channels."""
+    x, w = draw(2, 9, 5, 6)[:, 1:7], draw(6, 6 // groups, 3, 3, seed=1)
+    check(x, w, groups=groups)
+
+
+def test_groups_after_a_layer_that_left_its_norms_and_before_one_that_needs_them():
+    def three(twin, x, w, v, u):
+        h = conv(twin, conv(twin, x, w, b=1.5), v, groups=4, b=2.5)
+        return conv(twin, h, u, max_out=2)
+
+    found = []
+    for twin, dtype, device in [
+        (triton, torch.float32, DEVICE),
+        (reference, torch.float64, "cpu"),
+    ]:
+        tensors = [
+            t.to(device, dtype).requires_grad_()
+            for t in (draw(2, 5, 6, 7), *(draw(4, c, 3, 3, seed=c) for c in (5, 1, 4)))
+        ]
+        out = three(twin, *tensors)
+        found.append((out.detach(), *torch.autograd.grad(out.sum(), tensors)))
+    for fused, right in zip(*found, strict=True):
+        assert_agrees(fused, right)
+
+
+def test_second_derivatives_of_groups():
+    found = []
+    for twin, dtype, device in [
+        (triton, torch.float32, DEVICE),
+        (reference, torch.float64, "cpu"),
+    ]:
+        x, w = (
+            t.to(device, dtype).requires_grad_()
+            for t in (draw(2, 4, 5, 5), draw(4, 2, 3, 3, seed=1))
+        )
+        (grad,) = torch.autograd.grad(
+            conv(twin, x, w, groups=2).square().sum(), x, create_graph=True
+        )
+        found.append(torch.autograd.grad(grad.square().sum(), (x, w)))
+    for fused, right in zip(*found, strict=True):
+        assert_agrees(fused, right)
 
 
 def zeros(x):
@@ -506,10 +576,11 @@ class TestOnAGpu:
         layer.eps = 1e-6
         with tb.explanation_mode():
             layer(draw(1, 3, 8, 8))
-        assert len(calls) == 2
+        tb.BcosConv2d(3, 6, 3, groups=3, max_out=2).to(DEVICE)(draw(1, 3, 8, 8))
+        assert len(calls) == 3
         layer.double()(draw(1, 3, 8, 8).double())
         torch.func.vmap(layer.float())(draw(2, 1, 3, 8, 8))
-        assert len(calls) == 2
+        assert len(calls) == 3
 
     def test_autocast(self):
         layer = tb.BcosConv2d(8, 4, 3, max_out=2).to(DEVICE)
@@ -519,6 +590,22 @@ class TestOnAGpu:
         assert out.dtype == torch.bfloat16
         out.float().sum().backward()
         assert layer.weight.grad.dtype == x.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize(("groups", "most"), [(1, 2**30), (3, 2**30), (3, 2**30 - 1)])
+def test_groups_are_fused_where_their_pixels_can_be_counted(groups, most, dims, monkeypatch):
+    calls, inner = [], triton.bcos_conv
+    monkeypatch.setattr(ops, "_fusible", lambda *tensors: True)
+    monkeypatch.setattr(triton, "bcos_conv", lambda *a: (calls.append(a[5]), inner(*a))[1])
+    monkeypatch.setattr(torch.Tensor, "numel", lambda self: most)
+    x, w = draw(1, 3, 5, 6), draw(6, 3 // groups, 3, 3, seed=1)
+    if dims == 1:
+        x, w = x[:, :, 0], w[:, :, 0]
+    arguments = ((1,) * dims, (0,) * dims, (1,) * dims, groups, 2.0, 2, 1.0, None)
+    out = ops.bcos_conv(x, w, *arguments)
+    assert calls == ([groups] if groups == 1 or most < 2**30 else [])
+    assert_agrees(out, reference.bcos_conv(x.double().cpu(), w.double().cpu(), *arguments))
 
 
 def test_the_cpu_takes_the_reference(monkeypatch):

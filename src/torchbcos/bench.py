@@ -98,10 +98,12 @@ def check_kernels(device: torch.device, *, compiled: bool = False) -> None:
     ways = [functional.bcos_conv2d]
     if compiled:
         ways.append(torch.compile(functional.bcos_conv2d, fullgraph=True))
-    for conv, (b, units) in product(ways, ((1.5, 2), (2.0, 1), (2.0, 2), (2.5, 1))):
+    for conv, (b, units, groups) in product(
+        ways, ((1.5, 2, 1), (2.0, 1, 1), (2.0, 2, 1), (2.5, 1, 1), (1.5, 2, 4), (2.0, 1, 16))
+    ):
         torch.manual_seed(0)
-        x, w = torch.randn(4, 16, 17, 15), torch.randn(24 * units, 16, 3, 3)
-        grad = torch.randn(4, 24, 9, 8)
+        x, w = torch.randn(4, 16, 17, 15), torch.randn(32 * units, 16 // groups, 3, 3)
+        grad = torch.randn(4, 32, 9, 8)
         found = []
         for way, place, kind in (
             (conv, device, torch.float32),
@@ -109,7 +111,7 @@ def check_kernels(device: torch.device, *, compiled: bool = False) -> None:
         ):
             images, weight = (t.to(place, kind).requires_grad_() for t in (x, w))
             with cuda_settings(tf32=False):
-                out = way(images, weight, 2, 1, b=b, max_out=units)
+                out = way(images, weight, 2, 1, groups=groups, b=b, max_out=units)
                 grads = torch.autograd.grad(out, (images, weight), grad.to(place, kind))
             found.append([t.detach().cpu().double() for t in (out, *grads)])
         for here, right in zip(*found, strict=True):
@@ -117,8 +119,9 @@ def check_kernels(device: torch.device, *, compiled: bool = False) -> None:
             if not off < 1e-5:
                 what = "layer" if conv is functional.bcos_conv2d else "compiled layer"
                 raise BenchError(
-                    f"with b = {b} and {units} units the {what} on {device} is off by {off:.1e}, "
-                    "so its speed is not measured: run the tests of the kernels there."
+                    f"with b = {b}, {units} units and {groups} groups the {what} on {device} is "
+                    f"off by {off:.1e}, so its speed is not measured: run the tests of the kernels "
+                    "there."
                 )
 
 

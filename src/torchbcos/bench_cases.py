@@ -81,6 +81,8 @@ def suite(device: str) -> list[Case]:
     cases += [Case("ours", t, b=b) for t in ("training", "inference") for b in (1, 2.5)]
     for task in ("training", "inference"):
         cases += [vgg(w, task) for w in ways] + [vgg("ours", task, units=2)]
+    for arch, task in product(("mobilenet_v2", "resnext50_32x4d"), ("training", "inference")):
+        cases += [Case(w, task, arch=arch, batch=64) for w in ways]  # groups of channels
     cases += [Case("ours", "training", batch=n) for n in (16, 32, 64, 256)]
     cases += [Case("ours", "training", batch=64, size=size) for size in (96, 160, 320)]
     cases += [Case("ours", "explanation", batch=64, targets=k) for k in (1, 2, 5, 10)]

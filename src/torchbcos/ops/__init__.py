@@ -74,14 +74,15 @@ def bcos_conv(
 ) -> Tensor:
     """See `reference.bcos_conv`."""
     dims = weight.dim() - 2
-    if groups == 1 and dims < 3 and _holds_plainly(hold) and _fusible(x, weight):
+    counted = groups == 1 or x.numel() < 2**30  # the kernels count pixels of groups in 32 bits
+    if counted and dims < 3 and _holds_plainly(hold) and _fusible(x, weight):
         bcos_conv = _twin("triton").bcos_conv
         if dims == 1:
             x, weight = x[:, :, None], weight[:, :, None]
             stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
         # fmt: off
-        out: Tensor = bcos_conv(x, weight, stride, padding, dilation, 1, b, max_out, scale, hold,
-                                eps)
+        out: Tensor = bcos_conv(x, weight, stride, padding, dilation, groups, b, max_out, scale,
+                                hold, eps)
         # fmt: on
         return out.squeeze(2) if dims == 1 else out
     return reference.bcos_conv(

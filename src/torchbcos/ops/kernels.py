@@ -3,6 +3,10 @@
 A tensor [N, C, H, W] is seen as pixels × channels: pixel m is (image, place), and lies at
 image · stride_n + place · stride_p, so that both memory formats are the same code. Values are read
 and written in the tensors' types and computed in float32.
+
+Of a layer with groups of channels each group has pixels of its own: m is (image, group, place), or
+(image, place, group) where channels lie last, so that neighbours in memory are neighbours in m. The
+number of groups is `outer` in the first case and `inner` in the second; the other one is 1.
 """
 
 # Capitals are compile-time constants: QUARTERS is 4·(b - 1) where that is a small integer, else -1;
@@ -18,9 +22,9 @@ GEOMETRY = ["in_h", "in_w", "out_h", "out_w"]
 
 @triton.jit
 def unit_rows(weight, rows, size, outputs, UNITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows to unit norm, from (output, unit) to (unit, output) order."""
+    """Rows to unit norm, in each group from (output, unit) to (unit, output) order."""
     row = tl.program_id(0).to(tl.int64)
-    target = (row % UNITS) * outputs + row // UNITS
+    target = _by_unit(row, outputs, UNITS)
     within = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
@@ -40,7 +44,7 @@ def unit_rows_backward(
 ):  # fmt: skip
     """grad = (grad_rows - ŵ (ŵ · grad_rows)) / ‖w‖; a zero row has no direction to turn."""
     row = tl.program_id(0).to(tl.int64)
-    source = (row % UNITS) * outputs + row // UNITS
+    source = _by_unit(row, outputs, UNITS)
     within = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
@@ -63,6 +67,13 @@ def unit_rows_backward(
         g = tl.load(grad_rows + source * size + at, mask=at < size, other=0.0).to(tl.float32)
         value = (g - (w * factor) * along) * factor
         tl.store(grad + row * size + at, value.to(grad.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def _by_unit(row, outputs, UNITS: tl.constexpr):
+    """Where a row goes, of groups with so many outputs."""
+    within = row % (outputs * UNITS)
+    return row - within + (within % UNITS) * outputs + within // UNITS
 
 
 @triton.jit
@@ -95,15 +106,24 @@ def _start(m, places, stride_n, stride_p):
 
 
 @triton.jit
+def _start_of_group(m, places, outer, inner, stride_n, stride_p, stride_g):
+    """Where pixel m of a group begins; groups begin `stride_g` from each other."""
+    whole = m // inner
+    image, group = whole // places // outer, m % inner + whole // places % outer
+    at = image.to(tl.int64) * stride_n + (whole % places).to(tl.int64) * stride_p
+    return at + group.to(tl.int64) * stride_g
+
+
+@triton.jit
 def sum_of_squares(
-    x, sq, pixels, places, x_n, x_p, x_c,
+    x, sq, pixels, places, outer, inner, x_n, x_p, x_c,
     channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     if WHOLE:
         channels = BLOCK_C
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < pixels
-    at = _start(m, places, x_n, x_p)
+    at = _start_of_group(m, places, outer, inner, x_n, x_p, channels * x_c)
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, channels, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
@@ -115,10 +135,11 @@ def sum_of_squares(
 
 @triton.jit
 def _box_sum(
-    sq, m, inside, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
-    TAPS_H: tl.constexpr, TAPS_W: tl.constexpr,
+    sq, m, inside, inner, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
+    TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
-    """Σ of `sq` over the patch of each output pixel."""
+    """Σ of `sq`, or with SQUARE of its squares, over the patch of each output pixel."""
+    group, m = m % inner, m // inner
     image, y, x = m // (out_h * out_w), (m // out_w) % out_h, m % out_w
     total = tl.zeros(m.shape, tl.float32)
     for i in range(TAPS_H):
@@ -127,16 +148,19 @@ def _box_sum(
         for j in tl.static_range(TAPS_W):
             column = x * step_w + j * dil_w - pad_w
             tap = good & (column >= 0) & (column < in_w)
-            total += tl.load(sq + (image * in_h + row) * in_w + column, mask=tap, other=0.0)
+            at = ((image * in_h + row) * in_w + column) * inner + group
+            value = tl.load(sq + at, mask=tap, other=0.0).to(tl.float32)
+            total += value * value if SQUARE else value
     return total
 
 
 @triton.jit
 def _box_sum_transposed(
-    grad, m, inside, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
+    grad, m, inside, inner, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
     TAPS_H: tl.constexpr, TAPS_W: tl.constexpr,
 ):  # fmt: skip
     """Σ of `grad` over the patches that each input pixel is in."""
+    group, m = m % inner, m // inner
     image, y, x = m // (in_h * in_w), (m // in_w) % in_h, m % in_w
     total = tl.zeros(m.shape, tl.float32)
     for i in range(TAPS_H):
@@ -146,21 +170,21 @@ def _box_sum_transposed(
             column = x + pad_w - j * dil_w
             tap = good & (column >= 0) & (column % step_w == 0) & (column // step_w < out_w)
             at = (image * out_h + row // step_h) * out_w + column // step_w
-            total += tl.load(grad + at, mask=tap, other=0.0)
+            total += tl.load(grad + at * inner + group, mask=tap, other=0.0)
     return total
 
 
 @triton.jit(do_not_specialize_on_alignment=GEOMETRY)
 def forward(
     lin, sq, out, out_sq, winner,
-    pixels, places, lin_n, lin_p, lin_c, out_n, out_p, out_c,
+    pixels, places, outer, inner, lin_n, lin_p, lin_c, out_n, out_p, out_c,
     in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
     b, scale, eps,
     TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, UNITS: tl.constexpr, QUARTERS: tl.constexpr,
-    KEEP: tl.constexpr,
+    SQUARE: tl.constexpr, KEEP: tl.constexpr,
     channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The largest unit times scale · |c|^(b-1), and the sum of squares; with KEEP, which unit."""
+    """The largest unit times scale · |c|^(b-1); with KEEP, which unit; without groups, Σ out²."""
     if WHOLE:
         channels = BLOCK_C
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -169,12 +193,13 @@ def forward(
     if QUARTERS != 0:
         inverse = _inverse_root(
             _box_sum(
-                sq, m, inside, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w,
-                dil_h, dil_w, TAPS_H, TAPS_W,
+                sq, m, inside, inner, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w,
+                dil_h, dil_w, TAPS_H, TAPS_W, SQUARE,
             )
             + eps
         )  # fmt: skip
-    lin_at, out_at = _start(m, places, lin_n, lin_p), _start(m, places, out_n, out_p)
+    lin_at = _start_of_group(m, places, outer, inner, lin_n, lin_p, UNITS * channels * lin_c)
+    out_at = _start_of_group(m, places, outer, inner, out_n, out_p, channels * out_c)
     squares = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, channels, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
@@ -201,17 +226,19 @@ def forward(
         tl.store(out + out_at[:, None] + c[None, :] * out_c, rounded, mask=mask)
         kept = rounded.to(tl.float32)
         squares += tl.sum(kept * kept, 1)
-    tl.store(out_sq + m, squares, mask=inside)
+    if outer * inner == 1:
+        tl.store(out_sq + m, squares, mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=GEOMETRY)
 def backward(
     grad, out, sq, winner, lin_grad, sq_norm_grad,
-    pixels, places, grad_n, grad_p, grad_c, out_n, out_p, out_c, lin_n, lin_p, lin_c,
+    pixels, places, outer, inner,
+    grad_n, grad_p, grad_c, out_n, out_p, out_c, lin_n, lin_p, lin_c,
     in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
     b, scale, eps,
     TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, UNITS: tl.constexpr, QUARTERS: tl.constexpr,
-    FROZEN: tl.constexpr, NORMS: tl.constexpr,
+    SQUARE: tl.constexpr, FROZEN: tl.constexpr, NORMS: tl.constexpr,
     channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The derivatives by lin and, with NORMS, by n² of the patches."""
@@ -223,8 +250,8 @@ def backward(
     if QUARTERS != 0:
         inverse = _inverse_root(
             _box_sum(
-                sq, m, inside, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w,
-                dil_h, dil_w, TAPS_H, TAPS_W,
+                sq, m, inside, inner, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w,
+                dil_h, dil_w, TAPS_H, TAPS_W, SQUARE,
             )
             + eps
         )  # fmt: skip
@@ -232,8 +259,9 @@ def backward(
     slope = scale
     if not FROZEN:
         slope = scale * b
-    grad_at, out_at = _start(m, places, grad_n, grad_p), _start(m, places, out_n, out_p)
-    lin_at = _start(m, places, lin_n, lin_p)
+    grad_at = _start_of_group(m, places, outer, inner, grad_n, grad_p, channels * grad_c)
+    out_at = _start_of_group(m, places, outer, inner, out_n, out_p, channels * out_c)
+    lin_at = _start_of_group(m, places, outer, inner, lin_n, lin_p, UNITS * channels * lin_c)
     along = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, channels, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
@@ -265,7 +293,7 @@ def backward(
 
 @triton.jit(do_not_specialize_on_alignment=GEOMETRY)
 def add_norm_gradient(
-    grad, x, sq_norm_grad, pixels, places, grad_n, grad_p, grad_c, x_n, x_p, x_c,
+    grad, x, sq_norm_grad, pixels, places, outer, inner, grad_n, grad_p, grad_c, x_n, x_p, x_c,
     in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w, dil_h, dil_w,
     TAPS_H: tl.constexpr, TAPS_W: tl.constexpr,
     channels, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
@@ -276,10 +304,11 @@ def add_norm_gradient(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < pixels
     twice = 2 * _box_sum_transposed(
-        sq_norm_grad, m, inside, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w,
+        sq_norm_grad, m, inside, inner, in_h, in_w, out_h, out_w, step_h, step_w, pad_h, pad_w,
         dil_h, dil_w, TAPS_H, TAPS_W,
     )  # fmt: skip
-    grad_at, x_at = _start(m, places, grad_n, grad_p), _start(m, places, x_n, x_p)
+    grad_at = _start_of_group(m, places, outer, inner, grad_n, grad_p, channels * grad_c)
+    x_at = _start_of_group(m, places, outer, inner, x_n, x_p, channels * x_c)
     for start in range(0, channels, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
         mask = inside[:, None] & (c < channels)[None, :]

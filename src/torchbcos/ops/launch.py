@@ -90,12 +90,14 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return found
 
 
-def tile(pixels: int, channels: int) -> tuple[int, tuple[int, int, int, bool]]:
+def tile(
+    pixels: int, channels: int, most_pixels: int = 128
+) -> tuple[int, tuple[int, int, int, bool]]:
     """Programs, and a kernel's last arguments: the channels, the pixels and channels that it takes
     at a time, about 4096 elements, and whether those are the channels.
     """
     block_c = min(triton.next_power_of_2(channels), 512)
-    block_m = max(1, min(4096 // block_c, 128, triton.next_power_of_2(pixels)))
+    block_m = max(1, min(4096 // block_c, most_pixels, triton.next_power_of_2(pixels)))
     return triton.cdiv(pixels, block_m), (channels, block_m, block_c, block_c == channels)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchbcos.ops import reference
 from torchbcos.ops.launch import applied, by_pixels, remembered_squares
-from torchbcos.ops.triton_layer import Layer, Pair, rows_are_dense
+from torchbcos.ops.triton_layer import Layer, Pair, is_dense
 
 __all__ = ["bcos_conv", "bcos_linear"]
 
@@ -87,7 +87,7 @@ def _reference_backward(
             out = reference.bcos_linear(x[:, :, 0, 0], w, *how)[:, :, None, None]
         else:
             stride, padding, dilation = layer.geometry
-            out = reference.bcos_conv(x, w, stride, padding, dilation, 1, *how)
+            out = reference.bcos_conv(x, w, stride, padding, dilation, layer.groups, *how)
     wanted = [tensor for tensor, want in ((x, by_x), (weight, by_weight)) if want]
     found = iter(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
     return next(found) if by_x else None, next(found) if by_weight else None
@@ -109,10 +109,9 @@ def bcos_conv(
     hold: reference.Hold | None,
     eps: float = 0.0,
 ) -> Tensor:
-    """As `reference.bcos_conv`; `hold` is None or detaches, `groups` is 1."""
-    assert groups == 1
+    """As `reference.bcos_conv`; `hold` is None or detaches."""
     held = hold is not None
-    return _apply(x, weight, stride, padding, dilation, b, max_out, scale, eps, held)  # type: ignore[arg-type]
+    return _apply(x, weight, stride, padding, dilation, groups, b, max_out, scale, eps, held)  # type: ignore[arg-type]
 
 
 def bcos_linear(
@@ -127,7 +126,7 @@ def bcos_linear(
     """As `reference.bcos_linear`; `hold` is None or detaches."""
     one = (1, 1)
     flat = x.reshape(-1, x.shape[-1])[:, :, None, None]
-    out = _apply(flat, weight, one, (0, 0), one, b, max_out, scale, eps, hold is not None)
+    out = _apply(flat, weight, one, (0, 0), one, 1, b, max_out, scale, eps, hold is not None)
     return out.reshape(*x.shape[:-1], -1)
 
 
@@ -137,6 +136,7 @@ def _apply(
     stride: Pair,
     padding: Pair,
     dilation: Pair,
+    groups: int,
     b: float,
     units: int,
     scale: float,
@@ -145,14 +145,14 @@ def _apply(
 ) -> Tensor:
     if torch.is_autocast_enabled("cuda"):
         x = x.to(torch.get_autocast_dtype("cuda"))
-    sq = remembered_squares(x)
+    sq = remembered_squares(x) if groups == 1 else None
+    how = (x.get_device(), stride, padding, dilation, groups, b, units, scale, eps, frozen)
     # fmt: off
-    layer = _layer(x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype,
-                   x.get_device(), stride, padding, dilation, b, units, scale, eps, frozen)
+    layer = _layer(x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype, *how)
     if not layer.takes_all or (x.data_ptr() | weight.data_ptr()) & 15:
-        x, weight = by_pixels(x), _by_rows(weight)
+        x, weight = by_pixels(x) if groups == 1 else _dense(x), _dense(weight)
         layer = _layer(x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype,
-                       x.get_device(), stride, padding, dilation, b, units, scale, eps, frozen)
+                       *how)
     # fmt: on
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         out: Tensor = _apply_bcos(x, weight, sq, layer)
@@ -161,8 +161,9 @@ def _apply(
     return out
 
 
-def _by_rows(weight: Tensor) -> Tensor:
-    """`weight` itself where its rows are dense and begin at an even place, or a copy."""
-    if rows_are_dense(weight.shape, weight.stride()) and not weight.data_ptr() & 15:
-        return weight
-    return weight.clone(memory_format=torch.contiguous_format)
+def _dense(t: Tensor) -> Tensor:
+    """`t` itself where it is dense and begins at an even place, or a copy."""
+    if is_dense(t.shape, t.stride()) and not t.data_ptr() & 15:
+        return t
+    last = t.dim() == 4 and t.stride(1) == 1
+    return t.clone(memory_format=torch.channels_last if last else torch.contiguous_format)

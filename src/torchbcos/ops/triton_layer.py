@@ -24,7 +24,7 @@ from torchbcos.ops.launch import (
     tile,
 )
 
-__all__ = ["Layer", "Pair", "rows_are_dense"]
+__all__ = ["Layer", "Pair", "is_dense"]
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 Pair = tuple[int, int]
@@ -49,6 +49,7 @@ class Layer:
         stride: Pair,
         padding: Pair,
         dilation: Pair,
+        groups: int,
         b: float,
         units: int,
         scale: float,
@@ -58,22 +59,25 @@ class Layer:
         self.x, self.x_stride, self.dtype = x, x_stride, dtype
         self.weight, self.weight_stride = tuple(weight), weight_stride
         self.weight_dtype = weight_dtype
-        self.geometry = (stride, padding, dilation)
+        self.geometry, self.groups = (stride, padding, dilation), groups
         self.b, self.units, self.scale, self.eps = b, units, scale, eps
         self.frozen = frozen
-        self.takes_all = lies_by_pixels(x, x_stride) and rows_are_dense(weight, weight_stride)
+        self.squares_itself = groups > 1 and groups == x[1]  # a channel's Σ x² is its square
+        fits = is_dense if self.squares_itself else lies_by_pixels
+        self.takes_all = fits(x, x_stride) and is_dense(weight, weight_stride)
+        self.inner = groups if x_stride[1] == 1 else 1  # see `kernels`
         self.is_linear = len(weight) == 2
         self.taps = (1, 1) if self.is_linear else weight[2:]
         quarters = 4 * (b - 1)  # such exponents need no logarithm
         self.quarters = int(quarters) if quarters in range(13) else -1
         self.norms_matter = self.quarters != 0 and not frozen  # to the gradient by x
         self.rows_grad_is_reused = units == 1 and dtype == weight_dtype
-        self.in_pixels = _pixels(x)
-        row = math.prod(weight[1:])
-        rows = (weight[0], row, weight[0] // units, units, min(triton.next_power_of_2(row), 4096))
+        self.in_pixels = self._pixels(x)
+        row, outputs = math.prod(weight[1:]), weight[0] // units // groups
+        rows = (weight[0], row, outputs, units, min(triton.next_power_of_2(row), 4096))
         self.unit_rows = Launch(kernels.unit_rows, *rows)
         self.unit_rows_backward = Launch(kernels.unit_rows_backward, *rows)
-        self.sum_of_squares = _over(kernels.sum_of_squares, x, [x_stride])
+        self.sum_of_squares = self._over(kernels.sum_of_squares, x, [x_stride])
         self.lin_stride: Shape | None = None  # known when there is an output; see `_settled`
         self._backward: dict[Any, Launch] = {}
         self._add_norm_gradient: dict[Shape, Launch] = {}
@@ -87,14 +91,16 @@ class Layer:
         if self.is_linear:
             lin = F.linear(x[:, :, 0, 0], rows)[:, :, None, None]
         else:
-            lin = torch.conv2d(x, rows, None, *self.geometry)
+            lin = torch.conv2d(x, rows, None, *self.geometry, self.groups)
         if lin.stride() != self.lin_stride:
             lin = self._settled(lin)
-        if sq is None:
+        if self.squares_itself:
+            sq = x
+        elif sq is None:
             sq = empty(*self.in_pixels, torch.float32)
             if self.quarters:
                 self.sum_of_squares(x, sq)
-        squares = empty(*self.out_pixels, torch.float32)
+        squares = empty(*self.out_pixels, torch.float32) if self.groups == 1 else sq
         if self.units == 1:
             out, winner = lin, None
             self.scale_units(lin, sq, out, squares, out)
@@ -106,7 +112,8 @@ class Layer:
             else:
                 winner = None
                 self.scale_units(lin, sq, out, squares, out)
-        remember_squares(out, squares)
+        if self.groups == 1:
+            remember_squares(out, squares)
         return out, rows, sq, winner
 
     def _settled(self, lin: Tensor) -> Tensor:
@@ -118,12 +125,13 @@ class Layer:
                 stride = dense_stride(lin.shape, stride)
             shape = (n, channels // self.units, h, w)
             out_stride = stride if self.units == 1 else dense_stride(shape, stride)
-            self.out, self.out_pixels = (shape, out_stride), _pixels(shape)
+            self.out, self.out_pixels = (shape, out_stride), self._pixels(shape)
             self.lin_grad = (tuple(lin.shape), dense_stride(lin.shape, out_stride))
             (self.scale_units, self.scale_and_keep) = (
-                _over(
+                self._over(
                     kernels.forward, shape, [stride, out_stride], *self._places(), self.b,
-                    self.scale, self.eps, *self.taps, self.units, self.quarters, keep,
+                    self.scale, self.eps, *self.taps, self.units, self.quarters,
+                    self.squares_itself, keep,
                 )
                 for keep in (False, True)
             )  # fmt: skip
@@ -183,8 +191,9 @@ class Layer:
             x_grad = (flat @ rows)[:, :, None, None] if by_x else None
             return x_grad, flat.t() @ x[:, :, 0, 0] if by_rows else None
         x_grad, rows_grad, _ = _convolution_backward(
-            lin_grad, x, rows, None, *self.geometry, False, (0, 0), 1, (by_x, by_rows, False)
-        )
+            lin_grad, x, rows, None, *self.geometry, False, (0, 0), self.groups,
+            (by_x, by_rows, False),
+        )  # fmt: skip
         return x_grad, rows_grad
 
     def _by_weight(self, lin_grad: Tensor, x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
@@ -206,37 +215,37 @@ class Layer:
         key = (grad.stride(), grad.dtype, norms)
         if key not in self._backward:
             shape, stride = self.out
-            self._backward[key] = _over(
+            self._backward[key] = self._over(
                 kernels.backward, shape, [grad.stride(), stride, self.lin_grad[1]],
                 *self._places(), self.b, self.scale, self.eps, *self.taps, self.units,
-                self.quarters, self.frozen, norms,
+                self.quarters, self.squares_itself, self.frozen, norms,
             )  # fmt: skip
         return self._backward[key]
 
     def _launch_add_norm_gradient(self, stride: Shape) -> Launch:
         if stride not in self._add_norm_gradient:
-            self._add_norm_gradient[stride] = _over(
+            self._add_norm_gradient[stride] = self._over(
                 kernels.add_norm_gradient, self.x, [stride, self.x_stride], *self._places(),
                 *self.taps,
             )  # fmt: skip
         return self._add_norm_gradient[stride]
 
+    def _over(self, kernel: Any, shape: Shape, strides: Sequence[Shape], *rest: Any) -> Launch:
+        """`kernel` over the pixels of all groups of maps [N, C, H, W]."""
+        n, channels, h, w = shape
+        pixels, groups = n * self.groups * h * w, (self.groups // self.inner, self.inner)
+        most = 128 if self.groups == 1 else 1024  # pixels at a time, for a group has few channels
+        programs, blocks = tile(pixels, channels // self.groups, most)
+        layouts = [number for stride in strides for number in layout(shape, stride)]
+        return Launch(kernel, programs, pixels, h * w, *groups, *layouts, *rest, *blocks)
 
-def _over(kernel: Any, shape: Shape, strides: Sequence[Shape], *rest: Any) -> Launch:
-    """`kernel` over the pixels of maps [N, C, H, W]."""
-    places = shape[2] * shape[3]
-    programs, blocks = tile(shape[0] * places, shape[1])
-    layouts = [number for stride in strides for number in layout(shape, stride)]
-    return Launch(kernel, programs, shape[0] * places, places, *layouts, *rest, *blocks)
+    def _pixels(self, shape: Shape) -> tuple[Shape, Shape]:
+        """Size and stride of one number for each pixel of each group."""
+        n, _, h, w = shape
+        return (n * self.groups, h, w), (h * w, w, 1)
 
 
-def _pixels(shape: Shape) -> tuple[Shape, Shape]:
-    """Size and stride of one number for each pixel, [N, H, W]."""
-    n, _, h, w = shape
-    return (n, h, w), (h * w, w, 1)
-
-
-def rows_are_dense(weight: Shape, stride: Shape) -> bool:
-    """Whether a weight lies in order or, of a convolution, with its channels last."""
-    like = torch.empty_strided(weight, stride, device="meta")
+def is_dense(shape: Shape, stride: Shape) -> bool:
+    """Whether a tensor lies in order or, of a map or a convolution's weight, with channels last."""
+    like = torch.empty_strided(shape, stride, device="meta")
     return like.is_contiguous() or like.is_contiguous(memory_format=torch.channels_last)
