@@ -74,8 +74,8 @@ def bcos_conv(
 ) -> Tensor:
     """See `reference.bcos_conv`."""
     dims = weight.dim() - 2
-    counted = groups == 1 or x.numel() < 2**30  # the kernels count pixels of groups in 32 bits
-    if counted and dims < 3 and _holds_plainly(hold) and _fusible(x, weight):
+    fusible = dims < 3 and _holds_plainly(hold) and _fusible(x, weight)
+    if fusible and (groups == 1 or x.numel() < 2**30):  # pixels of groups are counted in 32 bits
         bcos_conv = _twin("triton").bcos_conv
         if dims == 1:
             x, weight = x[:, :, None], weight[:, :, None]

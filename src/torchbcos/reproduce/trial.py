@@ -132,8 +132,7 @@ class Trial:
 
     def run(self, console: Console) -> None:
         """Train or go on training, then measure; the result is written after every measurement."""
-        # Also where another process trained; and grids keep their size for long.
-        with cuda_settings(tf32=self.config.tf32, benchmark=True):
+        with cuda_settings(tf32=self.config.tf32):  # also where another process trained
             self._run(console)
 
     def _run(self, console: Console) -> None:
@@ -145,7 +144,8 @@ class Trial:
         if not path.exists():
             _write(path, of_scores)
         of_training = json.loads(path.read_text())
-        model = self._trained(console).to(device, memory_format=torch.channels_last)
+        model = self._trained(console).to(device)
+        model.to(memory_format=torch.channels_last)
         images = self._test_split().test.to(device)
         accuracy, loss = evaluate(model, images)
         document: dict[str, Any] = {
