@@ -333,8 +333,8 @@ def test_the_page_says_what_the_files_say(tmp_path, finished):
     assert "accuracy before rounding, computed in float32" in bundled  # its loss is not the log's
     first = json.loads(finished.units_result.read_text())["layers"]["12"]["most_active"]
     assert rows(page, "`12`: 48 units of 2×2 positions").keys() >= first.keys()
-    again = "same settings and seed, resnet34-conventional had 91.50 %, from which the better"
-    assert f"{again} B-cos network differs by -1.40." in page
+    assert accuracy["resnet34-conventional"] == ["91.00, 91.50", "–"]  # the second table
+    assert "by: ResNet-34 from -1.40 to -0.90." in page
     tries = rows(page, "How the recipes were found")
     assert tries["higher-rate"][:3] == ["resnet34-norm", "lr=0.002", "89.12"]
 

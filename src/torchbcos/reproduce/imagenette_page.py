@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 from torchbcos.checkpoint import write_atomically
 from torchbcos.posthoc import METHODS
 from torchbcos.reproduce.imagenette import ARCHITECTURES, EXPERIMENTS
-from torchbcos.reproduce.imagenette_plots import KINDS, draw_figures, more_accurate_first
+from torchbcos.reproduce.imagenette_accuracies import accuracies
+from torchbcos.reproduce.imagenette_plots import KINDS, draw_figures
 from torchbcos.reproduce.results import (
     Result,
     Results,
@@ -22,6 +23,7 @@ from torchbcos.reproduce.results import (
 from torchbcos.reproduce.tables import (
     MISSING,
     accuracy,
+    difference,
     draw,
     evidence,
     listed,
@@ -33,7 +35,6 @@ from torchbcos.reproduce.tables import (
 
 __all__ = ["write_page"]
 
-NEAR = 1.0  # points of accuracy that a B-cos network may lose
 HIGH = 0.9  # a good median of localisation
 #: Tab. B1: millions of parameters and accuracy on ImageNet.
 _ABLATION = {
@@ -52,7 +53,7 @@ def write_page(results: Path, docs: Path) -> list[Path]:
     units = results / "neurons.json"
     sections = [
         _head(found, results),
-        _accuracies(found, read_repeats(results, EXPERIMENTS)),
+        accuracies(found, read_repeats(results, EXPERIMENTS)),
         _localisation(found, shown),
         _ablation(found),
         _units(read_json(units) if units.exists() else None),
@@ -97,52 +98,6 @@ def _head(found: Results, results: Path) -> str:
         *remarks(found, EXPERIMENTS),
     ]
     return "\n".join(lines)
-
-
-def _accuracies(found: Results, repeats: Sequence[Result]) -> str:
-    rows, better = [], {}
-    for arch, (title, paper_conventional, paper_bcos) in ARCHITECTURES.items():
-        base, *both = (found.get(arch + end) for end in ("-conventional", "", "-norm"))
-        cells = [title, accuracy(base)]
-        for r in both:
-            cells += [accuracy(r), _difference(r, base)]
-        if base and any(both):
-            better[title] = more_accurate_first(found, arch)[0].accuracy - base.accuracy
-        off = f"{paper_bcos - paper_conventional:+.1f}"
-        rows.append([*cells, f"{paper_conventional}", f"{paper_bcos}", off])
-    header = [
-        "network", "conventional, %", "B-cos, no norms", "difference", "B-cos, norms", "difference",
-        "paper, ImageNet: conventional", "B-cos", "difference",
-    ]  # fmt: skip
-    parts = ["## Accuracy (Tab. 2)", table(header, rows)]
-    if better:
-        near = sum(round(off, 2) >= -NEAR for off in better.values())
-        each = ", ".join(f"{title} {off:+.2f}" for title, off in better.items())
-        parts.append(
-            f"The better of the two B-cos networks is above the conventional one or at most {NEAR} "
-            f"points below in {near} of {len(better)} architectures: {each}."
-        )
-    for again in repeats:
-        name = again.experiment.name
-        arch = name.removesuffix("-conventional")
-        words = f"Trained once more with the same settings and seed, {name} had {accuracy(again)} %"
-        if "ours" in again.methods:
-            words += f" and a median grid score of {_median(again, 'ours')} for ours"
-        if name != arch and any(found.get(arch + end) for end in ("", "-norm")):
-            apart = more_accurate_first(found, arch)[0].accuracy - again.accuracy
-            words += f", from which the better B-cos network differs by {apart:+.2f}"
-        parts.append(f"{words}.")
-    networks = [r for name, r in found.items() if not name.endswith("-conventional")]
-    if networks:
-        best = max(networks, key=lambda r: r.accuracy)
-        parts.append(f"The best B-cos network: {best.experiment.what}, {best.accuracy:.2f} %.")
-    other = found.get("vgg11_bn-conventional")
-    if other:
-        parts.append(
-            "The paper's VGG-11 has no norms. With batch norms the conventional one has "
-            f"{other.accuracy:.2f} %."
-        )
-    return "\n\n".join(parts)
 
 
 def _localisation(found: Results, shown: set[str]) -> str:
@@ -256,7 +211,7 @@ def _ablation(found: Results) -> str:
     for name, (what, size, paper) in _ABLATION.items():
         r = found.get(name)
         own = f"{r.document['parameters'] / 1e6:.1f} M" if r else ""
-        off = _difference(r, base) if name != "densenet121-conventional" else ""
+        off = difference(r, base) if name != "densenet121-conventional" else ""
         score = "–" if name.endswith("-conventional") else _median(r, "ours")
         rows.append([what, own, accuracy(r), off, score, f"{size} M", f"{paper}"])
     header = [
@@ -392,7 +347,3 @@ def _median(r: Result | None, method: str) -> str:
 def _grids(networks: Mapping[str, Result | None], method: str) -> str:
     counts = {r.methods[method]["grids"] for r in networks.values() if r and method in r.methods}
     return ", ".join(map(str, sorted(counts)))
-
-
-def _difference(r: Result | None, base: Result | None) -> str:
-    return f"{r.accuracy - base.accuracy:+.2f}" if r and base else ""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MISSING",
     "accuracy",
+    "difference",
     "draw",
     "evidence",
     "listed",
@@ -38,6 +39,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def accuracy(r: Result | None) -> str:
     return MISSING if r is None else f"{r.accuracy:.2f}"
+
+
+def difference(r: Result | None, base: Result | None) -> str:
+    return f"{r.accuracy - base.accuracy:+.2f}" if r and base else ""
 
 
 def minutes(r: Result) -> str:
