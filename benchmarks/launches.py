@@ -2,8 +2,10 @@
 
     python benchmarks/launches.py
 
-Four images of 64 pixels keep a GPU busy for less time than Python needs for their launches, and
-the clock stops when the last is launched. Results go to results/launches_gpu.json.
+The device is idle at the start, and the clock stops when the last kernel is launched. Four images
+of 64 pixels keep a GPU busy for less time than Python needs for their launches; with as many images
+as `torchbcos bench` takes it is seen whether launches take longer beside a busy one. Results go to
+results/launches_gpu.json.
 """
 # ruff: noqa: T201
 
@@ -19,11 +21,13 @@ from typing import Any
 
 import torch
 
+from torchbcos._cuda import cuda_settings
 from torchbcos.bench import _step, evidence
 from torchbcos.bench_cases import Case
 from torchbcos.evidence import command
 
 ROOT = Path(__file__).resolve().parent.parent
+SIZES = ((4, 64), (64, 224))
 
 
 def launched(case: Case, device: torch.device, steps: int = 15) -> float:
@@ -44,14 +48,17 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("There is no CUDA device here, and only to one is anything launched.")
     rows: list[dict[str, Any]] = []
-    for arch, way, task in product(
-        ("resnet34", "densenet121"), ("conventional", "floor", "ours"), ("training", "inference")
-    ):
-        case = Case(way, task, arch, batch=4, size=64)
-        milliseconds = round(launched(case, torch.device("cuda")), 2)
-        rows.append({"arch": arch, "way": way, "task": task, "milliseconds": milliseconds})
-        print(f"{arch} {way} {task}: {milliseconds:.2f} ms")
-    about = {"command": command("python"), **evidence("cuda", torch.bfloat16)}
+    for (batch, size), arch, way, task in product(
+        SIZES, ("resnet34", "densenet121"), ("conventional", "floor", "ours"),
+        ("training", "inference"),
+    ):  # fmt: skip
+        case = Case(way, task, arch, batch=batch, size=size)
+        with cuda_settings(benchmark=True):
+            milliseconds = round(launched(case, torch.device("cuda")), 2)
+        what = {"arch": arch, "way": way, "task": task, "batch": batch, "size": size}
+        rows.append({**what, "milliseconds": milliseconds})
+        print(f"{arch} {way} {task}, {batch} images of {size} px: {milliseconds:.2f} ms")
+    about = {"command": command("python", "benchmarks/launches.py"), **evidence("cuda", torch.bfloat16)}
     document = {"evidence": about, "launches": rows}
     path = ROOT / "results" / "launches_gpu.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
