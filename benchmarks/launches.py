@@ -58,7 +58,10 @@ def main() -> None:
         what = {"arch": arch, "way": way, "task": task, "batch": batch, "size": size}
         rows.append({**what, "milliseconds": milliseconds})
         print(f"{arch} {way} {task}, {batch} images of {size} px: {milliseconds:.2f} ms")
-    about = {"command": command("python", "benchmarks/launches.py"), **evidence("cuda", torch.bfloat16)}
+    about = {
+        "command": command("python", "benchmarks/launches.py"),
+        **evidence("cuda", torch.bfloat16),
+    }
     document = {"evidence": about, "launches": rows}
     path = ROOT / "results" / "launches_gpu.json"
     path.write_text(json.dumps(document, indent=1) + "\n")

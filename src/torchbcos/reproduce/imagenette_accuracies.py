@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from torchbcos.reproduce.imagenette import ARCHITECTURES
-from torchbcos.reproduce.imagenette_plots import more_accurate_first
+from torchbcos.reproduce.localised import more_accurate_first
 from torchbcos.reproduce.results import Result, Results
 from torchbcos.reproduce.tables import accuracy, difference, table
 

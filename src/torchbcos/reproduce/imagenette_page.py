@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchbcos.checkpoint import write_atomically
-from torchbcos.posthoc import METHODS
-from torchbcos.reproduce.imagenette import ARCHITECTURES, EXPERIMENTS
+from torchbcos.reproduce.imagenette import EXPERIMENTS
 from torchbcos.reproduce.imagenette_accuracies import accuracies
 from torchbcos.reproduce.imagenette_plots import KINDS, draw_figures
+from torchbcos.reproduce.localised import localisation, median, pictures
 from torchbcos.reproduce.results import (
     Result,
     Results,
-    method_rank,
     read_json,
     read_repeats,
     read_results,
 )
 from torchbcos.reproduce.tables import (
-    MISSING,
     accuracy,
     difference,
     draw,
@@ -35,7 +33,6 @@ from torchbcos.reproduce.tables import (
 
 __all__ = ["write_page"]
 
-HIGH = 0.9  # a good median of localisation
 #: Tab. B1: millions of parameters and accuracy on ImageNet.
 _ABLATION = {
     "densenet121-one-unit": ("one unit, growth 32", 7.9, 72.6),
@@ -54,11 +51,11 @@ def write_page(results: Path, docs: Path) -> list[Path]:
     sections = [
         _head(found, results),
         accuracies(found, read_repeats(results, EXPERIMENTS)),
-        _localisation(found, shown),
+        localisation(found, KINDS, pictures("imagenette", KINDS, shown)),
         _ablation(found),
         _units(read_json(units) if units.exists() else None),
         _bundled(found.get("small")),
-        tries(results, EXPERIMENTS, partial(_median, method="ours")),
+        tries(results, EXPERIMENTS, partial(median, method="ours")),
         _losses(shown),
         _limits(),
         evidence(found),
@@ -100,111 +97,6 @@ def _head(found: Results, results: Path) -> str:
     return "\n".join(lines)
 
 
-def _localisation(found: Results, shown: set[str]) -> str:
-    parts = [
-        "## Localisation (Fig. 5, B1 and B2)",
-        "Medians over all cells of all grids. Slow methods are scored on fewer grids, the first "
-        "ones, which are those of the most confident images; in brackets is what ours has on these "
-        "alone. Maps of methods that perturb images are not smoothed, as in the paper.",
-    ]
-    drawn = False
-    for end, kind in KINDS.items():
-        name = f"imagenette{end or '-no-norm'}.png"
-        if name in shown:
-            parts.append(f"![Localisation of every method, {kind}](pictures/{name})")
-            drawn = True
-    if drawn:
-        parts.append(
-            "Boxes are quartiles of all cells' scores, whiskers 5 % to 95 %, dots means, the "
-            "dashed line chance; a star marks methods that were scored on fewer grids than others. "
-            "Beside the conventional networks stands ours of a B-cos network: of the more accurate "
-            "one of the two, if ours was scored there."
-        )
-    for arch, (title, _, _) in ARCHITECTURES.items():
-        networks = {end: found.get(arch + end) for end in KINDS}
-        labels: dict[str, str] = {}
-        for r in filter(None, networks.values()):
-            labels |= {key: m["label"] for key, m in r.methods.items()}
-        parts.append(f"### {title}")
-        if not labels:
-            parts.append("Missing.")
-            continue
-        rows = [
-            [label, *(_median(r, key) for r in networks.values()), _grids(networks, key)]
-            for key, label in sorted(labels.items(), key=lambda pair: method_rank(pair[0]))
-        ]
-        parts.append(table(["method", *KINDS.values(), "grids"], rows))
-        parts.append(_unscored(networks))
-        verdict = " ".join(_verdicts(networks))
-        if verdict:
-            parts.append(verdict)
-    return "\n\n".join(parts)
-
-
-def _unscored(networks: Mapping[str, Result | None]) -> str:
-    """Which methods a dash in the table, or no row, stands for."""
-    each = []
-    for end, r in networks.items():
-        if r is None:
-            continue
-        suitable = [m for m in METHODS.values() if end != "-conventional" or not m.inherent]
-        labels = [m.label for m in suitable if m.name not in r.methods]
-        if labels:
-            named = "all methods" if len(labels) == len(suitable) else ", ".join(labels)
-            each.append(f"{named} ({KINDS[end]})")
-    words = "–: not applicable, or not scored."
-    return f"{words} Not scored: {'; '.join(each)}." if each else words
-
-
-def _verdicts(networks: Mapping[str, Result | None]) -> Iterator[str]:
-    """Each B-cos network's own maps, beside the best post-hoc method there and elsewhere."""
-    conventional = networks["-conventional"]
-    for end in ("", "-norm"):
-        r = networks[end]
-        if r is None or "ours" not in r.methods:
-            continue
-        median = r.methods["ours"]["quartiles"][1]
-        words = f"{KINDS[end]}: ours has {median:.3f}"
-        words += "" if median >= HIGH else f", below {HIGH}"
-        for where, other in (("the same network", r), ("the conventional one", conventional)):
-            leads = _leads(r, other) if other is not None else {}
-            if other is not None and leads:
-                best, lead = min(leads.items(), key=lambda pair: pair[1])
-                above = sum(value > 0 for value in leads.values())
-                words += (
-                    f"; on {where} it is above {above} of {len(leads)} post-hoc methods, the best "
-                    f"of which, {best}, is {abs(lead):.3f} {'below' if lead > 0 else 'above'}"
-                    f"{_unequal(r, other)}"
-                )
-        yield words + "."
-
-
-def _unequal(ours: Result, other: Result) -> str:
-    """Words for methods that were scored on more or fewer grids than ours: further grids are of
-    less confident images.
-    """
-    own = ours.methods["ours"]
-    equal = {own["grids"], own["first"]}
-    others = sorted({m["grids"] for m in other.methods.values()} - equal)
-    if not others:
-        return ""
-    counts = listed(map(str, others), "or")
-    return f" (some scored on {counts} grids, ours on {own['grids']})"
-
-
-def _leads(ours: Result, other: Result) -> dict[str, float]:
-    """By how much the median of ours is above that of each method, on as many grids if it can be:
-    else see `_unequal`.
-    """
-    own = ours.methods["ours"]
-    leads = {}
-    for key, m in other.methods.items():
-        if key != "ours":
-            mine = own["median_of_first"] if m["grids"] == own["first"] else own["quartiles"][1]
-            leads[m["label"]] = float(mine - m["quartiles"][1])
-    return leads
-
-
 def _ablation(found: Results) -> str:
     base = found.get("densenet121-conventional")
     rows = []
@@ -212,7 +104,7 @@ def _ablation(found: Results) -> str:
         r = found.get(name)
         own = f"{r.document['parameters'] / 1e6:.1f} M" if r else ""
         off = difference(r, base) if name != "densenet121-conventional" else ""
-        score = "–" if name.endswith("-conventional") else _median(r, "ours")
+        score = "–" if name.endswith("-conventional") else median(r, "ours")
         rows.append([what, own, accuracy(r), off, score, f"{size} M", f"{paper}"])
     header = [
         "DenseNet-121", "parameters", "accuracy, %", "difference", "localisation",
@@ -276,7 +168,7 @@ def _bundled(r: Result | None) -> str:
         ["file, in float16", f"{d['bytes'] / 2**20:.1f} MiB"],
         [f"accuracy before rounding, computed in {_computed_in(r)}", f"{r.accuracy:.2f} %"],
         ["accuracy of the float16 weights, computed in float32", f"{100 * d['accuracy']:.2f} %"],
-        ["localisation, median", _median(r, "ours")],
+        ["localisation, median", median(r, "ours")],
         ["training", minutes(r)],
     ]
     command = f"```\ntorchbcos evaluate --model {d['name']} --data data/imagenette\n```"
@@ -327,23 +219,3 @@ def _limits() -> str:
         "nine of the ten classes are in every grid, and only images that the network gets right "
         "take part, another choice of them for each network.",
     ])  # fmt: skip
-
-
-# Cells.
-
-
-def _median(r: Result | None, method: str) -> str:
-    """Of ours with that of the first grids, where other methods have fewer."""
-    if r is None:
-        return MISSING
-    if method not in r.methods:
-        return "–"
-    m = r.methods[method]
-    fewer = any(other["grids"] < m["grids"] for other in r.methods.values())
-    first = f" ({m['median_of_first']:.3f})" if method == "ours" and fewer else ""
-    return f"{m['quartiles'][1]:.3f}{first}"
-
-
-def _grids(networks: Mapping[str, Result | None], method: str) -> str:
-    counts = {r.methods[method]["grids"] for r in networks.values() if r and method in r.methods}
-    return ", ".join(map(str, sorted(counts)))
