@@ -12,10 +12,12 @@ from rich.console import Console
 
 import torchbcos as tb
 from cases import caller, draw_colours
+from study_pages import rows, section, write_result
 from torchbcos import checkpoint
 from torchbcos.data import open_data
 from torchbcos.reproduce import Experiment, Trial, choose_study, run_all, units
-from torchbcos.reproduce.imagenette import ARCHITECTURES, EXPERIMENTS
+from torchbcos.reproduce.imagenet import ARCHITECTURES
+from torchbcos.reproduce.imagenette import EXPERIMENTS
 from torchbcos.reproduce.imagenette_page import write_page
 
 ROOT = Path(__file__).parent.parent
@@ -183,7 +185,7 @@ def test_units_of_few_classes_are_found_and_counted(finished, colours, monkeypat
         assert [count for _, count in u["classes"]] == [3]
         assert u["bits"] == pytest.approx(np.log2(10), abs=1e-3)
     results = tmp_path / "results"
-    write_result(results, "resnet34-norm", 0.9, {})
+    write_result(results, EXPERIMENTS["resnet34-norm"], 0.9, {})
     about = {"what": "a network", "accuracy": 0.9, "images": 30}
     (results / "neurons.json").write_text(json.dumps({**about, **found}))
     write_page(results, tmp_path / "docs")
@@ -230,68 +232,31 @@ def test_the_bundle_is_evaluated_by_its_name(finished, colours, monkeypatch, cap
 # The page.
 
 
-def write_result(folder, name, accuracy, medians, **more):
-    """Made up; `medians` by method: (label, median, grids)."""
-    e = EXPERIMENTS[name]
-    methods = {
-        key: {
-            "label": label, "mean": m, "interval": [m, m], "quartiles": [m - 0.1, m, m + 0.1],
-            "grids": grids, "first": 20, "mean_of_first": m + 0.02, "median_of_first": m + 0.03,
-            "smooth": 15, "seconds": 4.0, "percentiles": list(np.linspace(0, 1, 101)),
-        }
-        for key, (label, m, grids) in medians.items()
-    }  # fmt: skip
-    document = {
-        "name": name,
-        "what": e.what,
-        "recipe": e.recipe,
-        "accuracy": accuracy,
-        "loss": 0.2001,
-        "images": 3925,
-        "parameters": 6_889_856,
-        "localisation": {"methods": methods},
-        "curve": {"epoch": [1, 2], "train_loss": [0.4, 0.1], "test_loss": [0.5, 0.2]},
-        "seconds": {"training": 330.0, "localisation": 12.0},
-        "config": {**e.config("data").as_json(), **more.pop("config", {})},
-        "evidence": {"hardware": "H200", "torch": "2.10", "seed": 0, "commit": "abc1234"},
-        **more,
-    }
-    path = folder / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document))
-    return path
-
-
-def section(page, title):
-    return page.split(f"# {title}")[1].split("\n## ")[0].split("\n### ")[0]
-
-
-def rows(page, title):
-    """The table of a section, as cells by the first of each row."""
-    lines = [x for x in section(page, title).split("\n") if x.startswith("|")]
-    cells = [[c.strip() for c in x.split("|")[1:-1]] for x in lines]
-    return {first: others for first, *others in cells[2:]}
-
-
 def test_the_page_says_what_the_files_say(tmp_path, finished):
     folder = tmp_path / "results"
     ours = {"ours": ("Ours", 0.92, 250)}
     others = {"ixg": ("IxG", 0.61, 250), "gradcam": ("GradCAM", 0.93, 250)}
     slow = {"lime": ("LIME", 0.94, 20)}
-    write_result(folder, "resnet34-conventional", 0.9100, {**others, **slow})
-    write_result(folder, "resnet34", 0.8750, {**ours, "ixg": ("IxG", 0.5, 250), **slow})
+    write_result(folder, EXPERIMENTS["resnet34-conventional"], 0.9100, {**others, **slow})
+    write_result(
+        folder, EXPERIMENTS["resnet34"], 0.8750, {**ours, "ixg": ("IxG", 0.5, 250), **slow}
+    )
     norm = {"ours": ("Ours", 0.85, 250)}
-    write_result(folder, "resnet34-norm", 0.9010, norm, config={"epochs": 60})
-    write_result(folder, "vgg11", 0.88, ours)
-    write_result(folder, "densenet121-conventional", 0.92, {})
-    write_result(folder, "densenet121-growth22", 0.9152, ours)
-    write_result(folder, "vgg11_bn-conventional", 0.9, {})
+    write_result(folder, EXPERIMENTS["resnet34-norm"], 0.9010, norm, config={"epochs": 60})
+    write_result(folder, EXPERIMENTS["vgg11"], 0.88, ours)
+    write_result(folder, EXPERIMENTS["densenet121-conventional"], 0.92, {})
+    write_result(folder, EXPERIMENTS["densenet121-growth22"], 0.9152, ours)
+    write_result(folder, EXPERIMENTS["vgg11_bn-conventional"], 0.9, {})
     bundle = {"name": "imagenette", "bytes": 13 * 2**20, "accuracy": 0.9144, "loss": 0.1}
-    write_result(folder, "small", 0.9146, ours, bundle=bundle)
+    write_result(folder, EXPERIMENTS["small"], 0.9146, ours, bundle=bundle)
     (folder / "neurons.json").write_text(finished.units_result.read_text())
-    tried = write_result(folder / "tries", "resnet34-norm", 0.8912, norm, config={"lr": 0.002})
+    tried = write_result(
+        folder / "tries", EXPERIMENTS["resnet34-norm"], 0.8912, norm, config={"lr": 0.002}
+    )
     tried.rename(tried.with_name("higher-rate.json"))
-    write_result(folder / "tries", "resnet34-conventional", 0.9150, {})  # the same once more
+    write_result(
+        folder / "tries", EXPERIMENTS["resnet34-conventional"], 0.9150, {}
+    )  # the same once more
 
     written = write_page(folder, tmp_path / "docs")
     page = (tmp_path / "docs" / "imagenette.md").read_text()
@@ -347,7 +312,7 @@ def test_the_page_says_what_the_files_say(tmp_path, finished):
 
 
 def test_a_page_of_little(tmp_path):
-    write_result(tmp_path, "densenet121-one-unit", 0.9, {})
+    write_result(tmp_path, EXPERIMENTS["densenet121-one-unit"], 0.9, {})
     assert [p.name for p in write_page(tmp_path, tmp_path / "docs")] == [
         "imagenette.md", "imagenette-loss.png",
     ]  # fmt: skip

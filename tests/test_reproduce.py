@@ -111,7 +111,7 @@ def test_the_list_and_mistakes(reproduce, colours):
     assert re.search(r"maxout-b1.25 +cifar10-b1.25 .*93.8", out)
     there = ("--data", colours)
     for arguments, words in {
-        ("imagenet",): "`study` (='imagenet') must be cifar10 or imagenette",
+        ("cifar",): "`study` (='cifar') must be of: cifar10, imagenette, imagenet",
         ("cifar10",): "`--data` is missing",
         ("cifar10", *there, "--only", "maxout-b2,plain"): "did you mean plain-b2",
         ("cifar10", *there, "--methods", "ixgg"): "`--methods` (='ixgg')",

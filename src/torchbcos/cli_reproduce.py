@@ -21,7 +21,9 @@ errors = console(stderr=True)
 
 
 def reproduce(
-    study: Annotated[str, typer.Argument(help="What to reproduce: cifar10 or imagenette.")],
+    study: Annotated[
+        str, typer.Argument(help="What to reproduce: cifar10, imagenette or imagenet.")
+    ],
     changes: Annotated[
         list[str] | None,
         typer.Argument(help="Settings to change in all, as in epochs=2.", metavar="KEY=VALUE"),
@@ -67,10 +69,10 @@ def reproduce(
     about = choose_study(study)
     chosen = about.choose(n.strip() for n in only.split(",") if n.strip())
     if show_list:
-        width = 2 + max(len(e.recipe) for e in chosen)
+        name, recipe = (2 + max(len(getattr(e, of)) for e in chosen) for of in ("name", "recipe"))
         for e in chosen:
             reported = f"  ({about.reported}: {e.paper} %)" if e.paper else ""
-            _say(f"{e.name:<26}{e.recipe:<{width}}{e.what}{reported}")
+            _say(f"{e.name:<{name}}{e.recipe:<{recipe}}{e.what}{reported}")
         return
     if page:
         for path in about.write_page(results or Path("results") / study, docs):

@@ -6,16 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchbcos.reproduce.experiments import Experiment
+from torchbcos.reproduce.imagenet import ARCHITECTURES
 
-__all__ = ["ARCHITECTURES", "EXPERIMENTS", "UNITS_OF"]
+__all__ = ["EXPERIMENTS", "UNITS_OF"]
 
-#: By name: what it is called, and Tab. 2's accuracies of the conventional and the B-cos version.
-ARCHITECTURES = {
-    "vgg11": ("VGG-11", 69.0, 69.6),
-    "resnet34": ("ResNet-34", 73.3, 71.7),
-    "densenet121": ("DenseNet-121", 74.4, 73.3),
-    "inception_v3": ("Inception-v3", 77.3, 75.4),
-}
 UNITS_OF = "resnet34-norm"
 _LAYERS = ("layer1.2.conv2", "layer2.3.conv2", "layer4.2.conv2")  # early, middle, late
 

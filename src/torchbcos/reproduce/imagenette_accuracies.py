@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from torchbcos.reproduce.imagenette import ARCHITECTURES
+from torchbcos.reproduce.imagenet import ARCHITECTURES
 from torchbcos.reproduce.localised import more_accurate_first
 from torchbcos.reproduce.results import Result, Results
 from torchbcos.reproduce.tables import accuracy, difference, table

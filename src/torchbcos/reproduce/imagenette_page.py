@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from torchbcos.checkpoint import write_atomically
+from torchbcos.reproduce.ablation import units_and_growth
 from torchbcos.reproduce.imagenette import EXPERIMENTS
 from torchbcos.reproduce.imagenette_accuracies import accuracies
-from torchbcos.reproduce.imagenette_plots import KINDS, draw_figures
-from torchbcos.reproduce.localised import localisation, median, pictures
+from torchbcos.reproduce.imagenette_plots import FILES, KINDS, draw_figures
+from torchbcos.reproduce.localised import localisation, median
 from torchbcos.reproduce.results import (
     Result,
     Results,
@@ -20,8 +21,6 @@ from torchbcos.reproduce.results import (
     read_results,
 )
 from torchbcos.reproduce.tables import (
-    accuracy,
-    difference,
     draw,
     evidence,
     listed,
@@ -33,14 +32,6 @@ from torchbcos.reproduce.tables import (
 
 __all__ = ["write_page"]
 
-#: Tab. B1: millions of parameters and accuracy on ImageNet.
-_ABLATION = {
-    "densenet121-one-unit": ("one unit, growth 32", 7.9, 72.6),
-    "densenet121-growth22": ("2 units, growth 22", 8.0, 73.2),
-    "densenet121": ("2 units, growth 32", 15.8, 74.3),
-    "densenet121-conventional": ("conventional, growth 32", 7.9, 74.4),
-}
-
 
 def write_page(results: Path, docs: Path) -> list[Path]:
     """Write docs/imagenette.md and its plots from results/*.json; return what was written."""
@@ -51,7 +42,7 @@ def write_page(results: Path, docs: Path) -> list[Path]:
     sections = [
         _head(found, results),
         accuracies(found, read_repeats(results, EXPERIMENTS)),
-        localisation(found, KINDS, pictures("imagenette", KINDS, shown)),
+        localisation(found, KINDS, {end: file for end, file in FILES.items() if file in shown}),
         _ablation(found),
         _units(read_json(units) if units.exists() else None),
         _bundled(found.get("small")),
@@ -66,6 +57,11 @@ def write_page(results: Path, docs: Path) -> list[Path]:
 
 
 # The sections.
+
+
+def _ablation(found: Results) -> str:
+    words = "Fewer parameters here, as there are ten classes in place of a thousand."
+    return f"{units_and_growth(found, EXPERIMENTS)}\n\n{words}"
 
 
 def _head(found: Results, results: Path) -> str:
@@ -95,23 +91,6 @@ def _head(found: Results, results: Path) -> str:
         *remarks(found, EXPERIMENTS),
     ]
     return "\n".join(lines)
-
-
-def _ablation(found: Results) -> str:
-    base = found.get("densenet121-conventional")
-    rows = []
-    for name, (what, size, paper) in _ABLATION.items():
-        r = found.get(name)
-        own = f"{r.document['parameters'] / 1e6:.1f} M" if r else ""
-        off = difference(r, base) if name != "densenet121-conventional" else ""
-        score = "–" if name.endswith("-conventional") else median(r, "ours")
-        rows.append([what, own, accuracy(r), off, score, f"{size} M", f"{paper}"])
-    header = [
-        "DenseNet-121", "parameters", "accuracy, %", "difference", "localisation",
-        "paper, ImageNet: parameters", "accuracy, %",
-    ]  # fmt: skip
-    words = "Fewer parameters here, as there are ten classes in place of a thousand."
-    return "\n\n".join(["## Units and growth (Tab. B1)", table(header, rows), words])
 
 
 def _units(document: Mapping[str, Any] | None) -> str:

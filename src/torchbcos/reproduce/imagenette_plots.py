@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchbcos.plots import APART, INK, LineStyle
-from torchbcos.reproduce.imagenette import ARCHITECTURES
-from torchbcos.reproduce.localised import draw_boxes, pictures
+from torchbcos.reproduce.imagenet import ARCHITECTURES
+from torchbcos.reproduce.localised import draw_boxes
 from torchbcos.reproduce.results import Results
 from torchbcos.reproduce.tables import loss_curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["KINDS", "draw_figures"]
+__all__ = ["FILES", "KINDS", "draw_figures"]
 
 #: How the name of an experiment ends, and what such a network is called.
 KINDS = {"": "B-cos, no norms", "-norm": "B-cos, norms", "-conventional": "conventional"}
+FILES = {end: f"imagenette{end or '-no-norm'}.png" for end in KINDS}
 _STYLES: dict[str, LineStyle] = {
     "": "-",
     "norm": "--",
@@ -29,8 +30,7 @@ _STYLES: dict[str, LineStyle] = {
 
 def draw_figures(found: Results) -> dict[str, Figure | None]:
     """By file name; None where nothing is there to be drawn."""
-    files = pictures("imagenette", KINDS)
-    figures = {file: draw_boxes(found, KINDS, end) for end, file in files.items()}
+    figures = {file: draw_boxes(found, KINDS, end) for end, file in FILES.items()}
     return {**figures, "imagenette-loss.png": loss_curves(found, {n: _look(n) for n in found})}
 
 

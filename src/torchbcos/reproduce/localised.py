@@ -4,21 +4,21 @@ trained in several kinds, as in the paper's Fig. 5, B1 and B2.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchbcos.plots import score_boxes
 from torchbcos.posthoc import METHODS
-from torchbcos.reproduce.imagenette import ARCHITECTURES
+from torchbcos.reproduce.imagenet import ARCHITECTURES
 from torchbcos.reproduce.results import Result, Results, method_rank
 from torchbcos.reproduce.tables import MISSING, listed, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Kinds", "draw_boxes", "localisation", "median", "more_accurate_first", "pictures"]
+__all__ = ["Kinds", "draw_boxes", "localisation", "median", "more_accurate_first"]
 
 #: How the name of an experiment ends, and what such a network is called.
 Kinds = Mapping[str, str]
@@ -32,13 +32,7 @@ def more_accurate_first(found: Results, arch: str) -> list[Result]:
     return sorted(both, key=lambda r: -r.accuracy)
 
 
-# Pictures.
-
-
-def pictures(study: str, kinds: Kinds, drawn: Collection[str] | None = None) -> Kinds:
-    """The file of each kind's picture, by the end of its name; or those of them that were drawn."""
-    files = {end: f"{study}{end or '-no-norm'}.png" for end in kinds}
-    return {end: file for end, file in files.items() if drawn is None or file in drawn}
+# A picture.
 
 
 def draw_boxes(found: Results, kinds: Kinds, end: str) -> Figure | None:
@@ -65,7 +59,7 @@ def draw_boxes(found: Results, kinds: Kinds, end: str) -> Figure | None:
 
 
 def localisation(found: Results, kinds: Kinds, shown: Kinds) -> str:
-    """The section; `shown` are the files of the pictures that there are, by kind."""
+    """The section; `shown` are the files of the pictures that there are, by the ends of `kinds`."""
     parts = [
         "## Localisation (Fig. 5, B1 and B2)",
         "Medians over all cells of all grids. Slow methods are scored on fewer grids, the first "

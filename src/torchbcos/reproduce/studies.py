@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from torchbcos.reproduce import cifar10, cifar10_page, imagenette, imagenette_page
+from torchbcos.reproduce import (
+    cifar10,
+    cifar10_page,
+    imagenet,
+    imagenet_page,
+    imagenette,
+    imagenette_page,
+)
 from torchbcos.reproduce.experiments import Study
 
 __all__ = ["STUDIES", "choose_study"]
@@ -20,6 +27,9 @@ STUDIES = {
         slow_grids=20,
         slow=("intgrad", "smoothgrad"),
     ),
+    "imagenet": Study(
+        "imagenet", "ImageNet", imagenet.EXPERIMENTS, imagenet_page.write_page, smooth=15
+    ),
 }
 
 
@@ -29,5 +39,5 @@ def choose_study(name: str) -> Study:
     ['cifar10-plain', 'cifar10-b1.25']
     """
     if name not in STUDIES:
-        raise ValueError(f"`study` (={name!r}) must be {' or '.join(STUDIES)}.")
+        raise ValueError(f"`study` (={name!r}) must be of: {', '.join(STUDIES)}.")
     return STUDIES[name]
