@@ -325,6 +325,47 @@ def test_on_a_bcos_network_integrated_gradients_is_input_times_gradient(bcos, im
     )
 
 
+def gradients_taken(monkeypatch, *arguments, **options):
+    """Integrated Gradients, and how many gradients it took."""
+    taken, once = [], posthoc.gradients._gradients
+    with monkeypatch.context() as patch:
+        patch.setattr(posthoc.gradients, "_gradients", lambda *a: (taken.append(1), once(*a))[1])
+        return posthoc.integrated_gradients(*arguments, **options), len(taken)
+
+
+@pytest.mark.parametrize("norm", [None, "uncentred"])
+def test_integrated_gradients_takes_one_gradient_for_all_that_are_the_same(
+    norm, images, monkeypatch
+):
+    model = tb.create_model("mini", num_classes=4, width=4, input_size=SIZE, b=2.5, norm=norm)
+    tb.calibrate(model, images)
+    model(images)  # for the norms' statistics
+    model.eval()
+    maps, taken = gradients_taken(monkeypatch, model, images, TARGETS, steps=50)
+    assert taken == 4  # at the image and at three parts of the way
+    assert_same(maps, by_captum(ca.IntegratedGradients(FromEncoded(model)), encode(images)))
+
+
+def test_one_image_that_differs_along_the_line_is_enough_for_all_steps(images, monkeypatch):
+    class Bent(nn.Module):
+        """The slope by each pixel is 1 up to 0.7 and then 3."""
+
+        def forward(self, x):
+            total = (x + 2 * torch.relu(x - 0.7)).sum((1, 2, 3))
+            return torch.stack([total, -total], 1)
+
+    low = images * 0.7  # never there
+    maps, taken = gradients_taken(monkeypatch, Bent(), low, [0, 1], steps=50)
+    assert taken == 4
+    torch.testing.assert_close(maps[:, 0], low.sum(1))
+    mixed = torch.cat([low[:1], images[1:]])
+    maps, taken = gradients_taken(monkeypatch, Bent(), mixed, [0, 1], steps=50)
+    assert taken == 2 + 50
+    expected = (mixed + 2 * torch.relu(mixed - 0.7)).sum(1)
+    torch.testing.assert_close(maps[:, 0], expected, rtol=0, atol=0.05)  # a kink, by 50 steps
+    torch.testing.assert_close(maps[:1, 0], low[:1].sum(1))
+
+
 class Cubic(nn.Module):
     def forward(self, x):
         values = x.pow(3).sum((1, 2, 3))

@@ -39,6 +39,7 @@ __all__ = [
 
 RELUS = (nn.ReLU,)
 STEPS = 50  # of Integrated Gradients, as in the paper
+PARTS, SAME = (1 / 64, 1 / 8, 1 / 2), 1e-4  # of the way, and how far gradients there may be apart
 SAMPLES, NOISE = 25, 0.15  # of SmoothGrad; the noise as a part of the image's range
 
 
@@ -65,12 +66,17 @@ def input_x_gradient(model: nn.Module, images: Tensor, targets: Targets = None) 
 def integrated_gradients(
     model: nn.Module, images: Tensor, targets: Targets = None, steps: int = STEPS
 ) -> Tensor:
-    """Gradients along the line from zeros, by the Gauss–Legendre quadrature that captum uses."""
+    """Gradients along the line from zeros, by the Gauss–Legendre quadrature that captum uses.
+
+    Where they are all the same, as in a network with f(a·x) = a·f(x), one stands for all.
+    """
     subject = Subject.of(model, images, targets)
     nodes, weights = _gauss_legendre(steps)
-    total = torch.zeros((*subject.targets.shape, *subject.x.shape[1:]), device=subject.x.device)
-    for node, weight in zip(nodes, weights, strict=True):
-        total += weight * _gradients(subject, node * subject.x)
+    total = _gradients(subject, subject.x)
+    if not _same_along_the_line(subject, total):
+        total = torch.zeros_like(total)
+        for node, weight in zip(nodes, weights, strict=True):
+            total += weight * _gradients(subject, node * subject.x)
     return (total * subject.x[:, None]).sum(2)
 
 
@@ -157,6 +163,18 @@ def _gradients(subject: Subject, x: Tensor) -> Tensor:
     with torch.inference_mode(False):
         x = x.detach().clone().requires_grad_()
     return _derivatives(subject, x, x)
+
+
+def _same_along_the_line(subject: Subject, at_image: Tensor) -> bool:
+    """Whether gradients on the way from zeros are those at the image, at parts of the way by which
+    floating-point numbers shrink without rounding.
+    """
+    length = at_image.flatten(2).norm(dim=2)  # [N, K]
+    for part in PARTS:
+        apart = (_gradients(subject, part * subject.x) - at_image).flatten(2).norm(dim=2)
+        if not bool((apart <= SAME * length).all()):
+            return False
+    return True
 
 
 def _derivatives(subject: Subject, x: Tensor, by: Tensor | Callable[[], Tensor]) -> Tensor:
