@@ -6,13 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
+import torchbcos as tb
 from small_training import QUIET, config, few_shapes, weights
 from torchbcos import train
+from torchbcos._cuda import cuda_settings
 from torchbcos.augment import AUGMENTATIONS
 from torchbcos.batches import Batches
+from torchbcos.captured import capture
 from torchbcos.data import open_data
 
 pytestmark = [
@@ -57,6 +61,39 @@ def test_the_captured_step_does_what_the_plain_one_does(
     assert graphs
     for name, value in weights(plain).items():
         torch.testing.assert_close(value, weights(captured)[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_loop_of_ones_own_is_captured():
+    """As docs/training.md has it."""
+    data = few_shapes().train
+    images, labels = data.pixels.cuda() / 255, F.one_hot(data.labels.cuda()).float()
+
+    def trained(captured):
+        torch.manual_seed(0)
+        model = tb.create_model("mini", num_classes=labels.shape[1], width=4, input_size=24)
+        tb.calibrate(model, images[:8].cpu()).cuda()
+        rate = torch.tensor(1e-4, device="cuda")
+        optimiser = torch.optim.Adam(model.parameters(), rate, capturable=True)
+
+        def step(x, y):
+            with torch.autograd.set_multithreading_enabled(False):
+                loss = F.binary_cross_entropy_with_logits(model(x), y)
+                loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            return loss
+
+        if captured:
+            tensors = [*model.parameters(), *model.buffers()]
+            step = capture(step, images[:16], labels[:16], tensors, optimiser)
+        losses = [step(images[i:][:16], labels[i:][:16]).item() for i in (16, 0, 32)]
+        return losses, weights(model)
+
+    with cuda_settings(tf32=False):
+        (plain, right), (losses, found) = trained(False), trained(True)
+    assert losses == pytest.approx(plain, rel=1e-4)
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("graph", [False, True])

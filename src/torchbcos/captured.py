@@ -16,15 +16,16 @@ T = TypeVar("T")
 
 
 def capture(
-    update: Callable[[Tensor, Tensor], None],
+    update: Callable[[Tensor, Tensor], T],
     images: Tensor,
     labels: Tensor,
     tensors: Sequence[Tensor],
     optimiser: torch.optim.Optimizer,
-) -> Callable[[Tensor, Tensor], None]:
+) -> Callable[[Tensor, Tensor], T]:
     """`update` for batches of the shape of these; all that it changed meanwhile is put back.
 
-    `tensors` are those it changes, besides the state of the optimiser, which may still be empty.
+    `tensors` are those it changes, besides the state of the optimiser, which may still be empty and
+    must be `capturable`. What it returns is overwritten by the next call.
     """
 
     def changed() -> list[Tensor]:
