@@ -19,29 +19,45 @@ COLOURS = {
 }
 MODES = ["eager", "captured", "compiled"]
 
-TEXT = """\
+INTRO = """\
 # How fast
+
+What the kernels of one step take on one NVIDIA H200, in ms (bfloat16, channels last, B = 2):
+
+{summary}
+
+*Floor* is the same network with plain convolutions, torch's own pools and sums, and neither norm
+nor activation (two units: doubled channels and a plain maximum). *Peer* is the same network with
+the layers of the authors' package, `bcos` 0.1.3. A *training step* here is forward, loss and
+backward pass, without optimiser.
+
+{overhead}
+
+Where Python launches these kernels more slowly than a GPU runs them, a step takes longer, and ours
+has more of them to launch than the floor: see [eager steps](#eager-steps). A captured step, as
+`torchbcos train` runs it, or [a loop of your own](training.md#speed), does not wait for Python.
+
+![Time of a training step](pictures/speed.png)
+"""
+METHOD = """\
+## How it was measured
+
+Each time is a median over five groups of steps. *Device* is the sum of the kernels' times in one
+step; what a step takes beyond it is waiting for Python to launch them. *Captured* is a step
+replayed as a CUDA graph. Its memory is all that stays reserved while the graph exists, in the
+allocator's blocks; that of other steps is the peak of what they allocate.
+
+Torch's average pool is slow in channels last, and ours is not: part of what we gain on the floor is
+the pool. *Floor, our pool* is the floor without that part. Ratios are of times within one run. A
+row without one has no floor of its units and mode in its own run; where that is another run than
+the floor's, its time, other than its device time, may be from a host of another speed. The tables
+over B and over batches and sizes, the first table, and the plot (its marks and what has a star are
+of earlier runs), are put together from several runs. Before anything is measured, the layers are
+compared with the reference in float64.
 
 This page is made by `python docs/make_speed.py` from `results/speed_gpu.json`, which was written by
 
 {runs}
-
-Each time is a median over five groups of steps. *Device* is the sum of the kernels' times in one
-step; what a step takes beyond it is waiting for Python to launch them.
-A *training step* here is forward, loss and backward pass, without optimiser. *Captured* is the same
-step replayed as a CUDA graph, which does not wait for the host. Its memory is all that stays
-reserved while the graph exists, in the allocator's blocks; that of other steps is the peak of what
-they allocate. `torchbcos train` captures such a step too, together with the optimiser.
-
-*Floor* is the same network with plain convolutions, torch's own pools and sums, and neither norm
-nor activation (two units: doubled channels and a plain maximum). Torch's average pool is slow in
-channels last, and ours is not: part of what we gain on the floor is the pool. *Floor, our pool* is
-the floor without that part. *Peer* is the same network with the layers of the authors' package,
-`bcos` 0.1.3. Ratios are of times within one run. A row without one has no floor of its units and
-mode in its own run; where that is another run than the floor's, its time, other than its device
-time, may be from a host of another speed. The tables over B and over batches and sizes, and the
-plot (its marks and what has a star are of earlier runs), are put together from several runs.
-Before anything is measured, the layers are compared with the reference in float64.
 """
 PROFILED = """\
 In runs that do not say *profiler after all times* a case was profiled before the next was timed.
@@ -54,6 +70,8 @@ which 10.3 to 10.5 on the device. What made the difference, the host or the prof
 out: where Python is slower than the device, an eager step waits for it. A captured one does not.
 """
 HOST = """\
+## Eager steps
+
 An eager step depends on the host. ResNet-34's, with one unit, was measured three times by runs that
 profile after all times, each on another host: 10.8 ms (commit bc1579c, 1.01 of the floor's 10.7),
 14.2 ms (ee9dc3c, 1.34 of 10.6) and 16.7 ms (392f917, 1.56 of 10.7), with 10.3 to 10.4 ms of kernels
@@ -69,10 +87,6 @@ two or three steps, which a training does not; `bench` takes at least twenty sin
 launches are small: of the 203 kernels that a step adds to the convolutions, 73 make unit rows of
 weights or their gradients.
 """
-POOLED = """\
-The run has no floor with our pool; in a separate one that of ResNet-34, with our sums too, took
-8.35 ms for a training step (one unit, batch 128).
-"""
 RUN = (
     "- `{command}` on one {device}: {dtype}, {format}, torch {torch}, Triton {triton}, "
     "commit {commit}{more}."
@@ -84,21 +98,37 @@ Row = dict[str, Any]
 
 def page(document: Row, launched: list[Row], cpu: Row, explained: Row) -> str:
     rows = document["measurements"]
-    parts = [TEXT.format(runs="\n".join(map(origin, document["runs"]))), overhead(rows)]
-    if not all("profiler" in run for run in document["runs"]):
-        parts.append(PROFILED)
-    parts += [HOST, *launches(launched), AFTER_HOST]
-    if not any(r["way"] == "pooled-floor" for r in rows):
-        parts.append(POOLED)
+    parts = [INTRO.format(summary=summary(rows), overhead=overhead(rows))]
     for arch in dict.fromkeys(r["arch"] for r in rows):
         for task in ("training", "inference"):
             chosen = [r for r in rows if r["arch"] == arch and r["task"] == task and usual(r, rows)]
             if len(chosen) > 1:
                 parts += table(arch, task, chosen)
     parts += exponents(rows) + growth(rows) + explanations(rows)
-    parts.append("![Time of a training step](pictures/speed.png)\n")
+    parts += [HOST, *launches(launched), AFTER_HOST]
     parts += processor(cpu) + explained_on_processor(explained)
+    parts.append(METHOD.format(runs="\n".join(map(origin, document["runs"]))))
+    if not all("profiler" in run for run in document["runs"]):
+        parts.append(PROFILED)
     return "\n".join(parts)
+
+
+def summary(rows: list[Row]) -> str:
+    """The device's time of the usual steps, which no host slows down."""
+    ways = ("ours", "conventional", "floor", "peer")
+    lines = [f"| | {' | '.join(ways)} |", "|---|" + "---:|" * len(ways)]
+    found: dict[tuple[str, str, int], dict[str, float]] = {}
+    for r in rows:
+        if usual(r, rows) and r["busy_milliseconds"] and r["mode"] == "eager" and r["way"] in ways:
+            own = found.setdefault((r["arch"], r["task"], r["units"]), {})
+            own[r["way"]] = r["busy_milliseconds"]
+    for (arch, task, units), times in found.items():
+        if "ours" in times and len(times) > 1 and task != "explanation":
+            step = "a training step" if task == "training" else "inference"
+            name = f"{NAMES.get(arch, arch)}, {step}" + f", {units} units" * (units > 1)
+            cells = [time(times[w]) if w in times else "–" for w in ways]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def overhead(rows: list[Row]) -> str:
@@ -110,9 +140,9 @@ def overhead(rows: list[Row]) -> str:
     )
     return (
         "By the paper, its implementation takes up to 60 % more time than conventional networks of "
-        f"the same\nsize. Here a captured training step of ResNet-34 with one unit takes "
+        "the same\nsize. Here a captured training step of ResNet-34 with one unit takes "
         f"{time(ours)} ms and the conventional\nnetwork's, which has norms and activations beside, "
-        f"{time(conventional)} ms: {100 * (1 - ours / conventional):.0f} % less.\n"
+        f"{time(conventional)} ms: {100 * (1 - ours / conventional):.0f} % less."
     )
 
 
@@ -120,10 +150,12 @@ def launches(rows: list[Row]) -> list[str]:
     tasks = {"training": "a training step", "inference": "inference"}
     columns = [(a, t) for a in ("resnet34", "densenet121") for t in tasks]
     names = [f"{NAMES[a]}, {tasks[t]}, ms" for a, t in columns]
-    lines = [f"| | {' | '.join(names)} |", "|---" * (len(columns) + 1) + "|"]
-    for way in dict.fromkeys(r["way"] for r in rows):
-        found = {(r["arch"], r["task"]): r["milliseconds"] for r in rows if r["way"] == way}
-        lines.append(f"| {way} | {' | '.join(f'{found[c]:.1f}' for c in columns)} |")
+    lines = [f"| | images | {' | '.join(names)} |", "|---" * (len(columns) + 2) + "|"]
+    for batch, size, way in dict.fromkeys((r["batch"], r["size"], r["way"]) for r in rows):
+        same = [r for r in rows if (r["batch"], r["size"], r["way"]) == (batch, size, way)]
+        found = {(r["arch"], r["task"]): f"{r['milliseconds']:.1f}" for r in same}
+        cells = [way, f"{batch} of {size} px", *(found[c] for c in columns)]
+        lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 
 
