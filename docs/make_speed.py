@@ -84,7 +84,7 @@ AFTER_HOST = """\
 So launches alone, 11.0 ms, are more than the kernels' 10.4, and the step takes longer than either.
 Why is not established. A part is in the measurement: these runs waited for the device after every
 two or three steps, which a training does not; `bench` takes at least twenty since. Most of the
-launches are small: of the 203 kernels that a step adds to the convolutions, 73 make unit rows of
+launches are small: of the 203 kernels that a step adds to the convolutions, 74 make unit rows of
 weights or their gradients.
 """
 RUN = (
