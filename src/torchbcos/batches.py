@@ -31,10 +31,13 @@ from torchbcos.data import DataError, ImageFiles, Images, ImageSet, default_work
 from torchbcos.images import ImageError, check_image
 from torchbcos.training_config import TrainConfig
 
-__all__ = ["Batches", "find_damaged", "in_order"]
+__all__ = ["Batches", "at_once", "find_damaged", "in_order"]
 
 Batch = tuple[Tensor, Tensor]
 Plan = tuple[Tensor, Tensor | None, tuple[int, int]]
+#: Images that only pass forward together: so many at the most, and no more than have so many
+#: pixels, which on a CPU should stay near its caches.
+_AT_ONCE = {"cpu": (64, 16 * 224 * 224), "cuda": (500, 2**23)}
 
 
 class Batches:
@@ -204,6 +207,16 @@ def in_order(
     for (x, labels), counts in zip(batches, counted, strict=True):
         x = x.to(device).contiguous(memory_format=torch.channels_last)
         yield x, labels.to(device), counts.to(device)
+
+
+def at_once(size: tuple[int, int], device: torch.device) -> int:
+    """How many images of this size are looked at together where nothing is derived.
+
+    >>> at_once((224, 224), torch.device("cpu"))
+    16
+    """
+    most, pixels = _AT_ONCE.get(device.type, _AT_ONCE["cuda"])
+    return max(1, min(most, pixels // (size[0] * size[1])))
 
 
 def find_damaged(

@@ -13,14 +13,11 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from torchbcos.batches import find_damaged, in_order
+from torchbcos.batches import at_once, find_damaged, in_order
 from torchbcos.data import ImageFiles, ImageSet, Split, open_data
 from torchbcos.models import BcosModel
 
 __all__ = ["Evaluation", "evaluate", "evaluate_classes", "open_as_trained", "tally"]
-
-
-PIXELS = 2**23  # of the images that are looked at together, at most 500
 
 
 def open_as_trained(
@@ -135,7 +132,7 @@ def tally(
     training = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
     total = torch.zeros(3, device=device)
-    batch = batch or max(1, min(500, PIXELS // (images.size[0] * images.size[1])))
+    batch = batch or at_once(images.size, device)
     batches: Iterable[tuple[Tensor, Tensor, Tensor]]
     batches = in_order(images, batch, device, rank=rank, world=world, workers=workers)
     if console is not None and console.is_terminal:

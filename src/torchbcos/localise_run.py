@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torchbcos._arguments import why_unsuitable
 from torchbcos._version import __version__
+from torchbcos.batches import at_once
 from torchbcos.checkpoint import write_atomically
 from torchbcos.data import ImageSet
 from torchbcos.disconnected import cell_targets, difull, dipart
@@ -161,7 +162,7 @@ def _play(
     console: Console,
     tell: Callable[[MethodScores], None],
 ) -> Played:
-    logits = _predict(model, images, batch * game.n**2, console)
+    logits = _predict(unwrapped(model), images, batch * game.n**2, console)
     plan = plan_grids(
         logits, images.labels, grids=game.grids, n=game.n, preset=game.preset, seed=game.seed
     )
@@ -354,16 +355,15 @@ def _check_fits(model: nn.Module, images: ImageSet, game: Game) -> int:
 
 @torch.no_grad()
 def _predict(model: nn.Module, images: ImageSet, batch: int, console: Console) -> Tensor:
-    inner = unwrapped(model)
+    batch = min(batch, at_once(images.size, images.batch(torch.tensor([0]))[0].device))
     logits: list[Tensor] = []
     with _progress(console) as progress:
         task = progress.add_task("Predictions", total=len(images))
         for indices in torch.arange(len(images)).split(batch):
             started = time.perf_counter()
-            pixels, _ = images.batch(indices)
-            logits.append(logits_of(inner, network_input(inner, pixels)))
+            logits.append(logits_of(model, network_input(model, images.batch(indices)[0])))
+            taken = time.perf_counter() - started
             if len(logits) == 2:  # the first also warms up
-                taken = time.perf_counter() - started
                 _announce(console, "Predictions", taken, len(indices), len(images), "images")
             progress.advance(task, len(indices))
     return torch.cat(logits)
