@@ -17,9 +17,9 @@ from rich.console import Console
 from torch import nn
 
 from small_training import QUIET, Processes, assert_same_weights, config, ended, weights
-from torchbcos import train
+from torchbcos import localise_run, train
 from torchbcos.augment import AUGMENTATIONS
-from torchbcos.batches import Batches, find_damaged, in_order
+from torchbcos.batches import Batches, at_once, find_damaged, in_order
 from torchbcos.data import DataError, ImageFiles, Images, open_data
 from torchbcos.evaluate import evaluate, tally
 
@@ -453,3 +453,28 @@ def test_a_terminal_shows_how_far_an_evaluation_is(folder):
     quiet = io.StringIO()
     evaluate(model, images, 2, console=Console(file=quiet))
     assert not quiet.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("side", "cpu", "cuda"), [(32, 64, 500), (112, 64, 500), (224, 16, 167), (5000, 1, 1)]
+)
+def test_large_images_are_looked_at_few_at_a_time(side, cpu, cuda):
+    for device, count in (("cpu", cpu), ("cuda", cuda), ("mps", cuda)):
+        assert at_once((side, side), torch.device(device)) == count
+
+
+def test_a_cpu_evaluates_and_predicts_few_large_images_at_a_time():
+    seen = []
+
+    class Mean(nn.Linear):
+        def forward(self, x):
+            seen.append(len(x))
+            return super().forward(x.mean((2, 3)))
+
+    pixels = torch.zeros(20, 3, 224, 224, dtype=torch.uint8)
+    images = Images(pixels, torch.arange(20) % 4)
+    evaluate(Mean(3, 4), images)
+    assert seen == [16, 4]
+    seen.clear()
+    localise_run._predict(Mean(3, 4), images, 18, QUIET)
+    assert seen == [16, 4]

@@ -132,7 +132,7 @@ def test_equal_values_go_to_the_lower_image(found):
     assert pairs > 10
 
 
-@pytest.mark.parametrize("batch", [1, 7, 64])
+@pytest.mark.parametrize("batch", [1, 7, 64, None])
 def test_the_size_of_the_batches_does_not_matter(model, images, expected, tmp_path, batch):
     found = neurons.collect(model, images, tmp_path / "n", top=TOP, batch=batch)
     assert_equals(found, expected)

@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -209,7 +209,7 @@ def in_order(
         yield x, labels.to(device), counts.to(device)
 
 
-def at_once(size: tuple[int, int], device: torch.device) -> int:
+def at_once(size: Sequence[int], device: torch.device) -> int:
     """How many images of this size are looked at together where nothing is derived.
 
     >>> at_once((224, 224), torch.device("cpu"))

@@ -37,7 +37,10 @@ def neurons(
     top: Annotated[int, typer.Option(help="Keep the K best images of each unit.", min=1)] = 50,
     split: Annotated[str, typer.Option(help="Which images: 'test' or 'train'.")] = "test",
     active_above: Annotated[float, typer.Option(help="From where on a unit is active.")] = 0.0,
-    batch: Annotated[int, typer.Option(help="Images at once.", min=1)] = 64,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Images at once; else 64, or fewer large ones on a CPU.", min=1),
+    ] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("neurons.safetensors"),
     resume: Annotated[bool, typer.Option(help="Go on from a run that was ended.")] = False,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from torchbcos.batches import at_once
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.interrupt import told_to_end
 from torchbcos.layout import channel_axis
@@ -31,6 +32,8 @@ from torchbcos.neurons.tally import Saved, Seen, Tally
 from torchbcos.tap import layer_names, watch
 
 __all__ = ["ImageSet", "collect", "evaluating", "fingerprint", "memory_bound"]
+
+BATCH = 64  # images that are looked at together, unless they are large ones on a CPU
 
 
 class ImageSet(Protocol):
@@ -51,7 +54,7 @@ def collect(
     *,
     layers: Sequence[str] | None = None,
     top: int = 50,
-    batch: int = 64,
+    batch: int | None = None,
     active_above: float = 0.0,
     classes: Sequence[str] | None = None,
     fabric: Any = None,
@@ -65,7 +68,8 @@ def collect(
     `layers` are names as for `explain`, or patterns such as "layer3.*" over the B-cos layers;
     without them all B-cos layers whose units have maps. Of each unit the `top` images are kept with
     the position and value of its largest activation there, besides moments and the share of images
-    that excite it above `active_above`. `about` is JSON of your own, kept in the file.
+    that excite it above `active_above`. `about` is JSON of your own, kept in the file. `batch`
+    images are looked at together, by default 64, or fewer large ones on a CPU.
 
     With a launched `lightning.Fabric` its processes share the images. The state is written beside
     `out` every `save_every` seconds and when the process is told to end; `resume` goes on from it,
@@ -76,7 +80,7 @@ def collect(
             "`model` is conventional, and has no B-cos units to look at: use a B-cos model."
         )
     for name, value in (("top", top), ("batch", batch)):
-        if value < 1:
+        if value is not None and value < 1:
             raise ValueError(f"`{name}` (={value}) must be at least 1.")
     if math.isnan(active_above):
         raise ValueError(f"`active_above` (={active_above}) must be a number: choose one, as in 0.")
@@ -90,6 +94,8 @@ def collect(
     world, rank = (fabric.world_size, fabric.global_rank) if fabric is not None else (1, 0)
     labels = images.labels.cpu()
     names = _class_names(model, classes, labels)
+    if batch is None:
+        batch = min(BATCH, at_once(images.batch(torch.tensor([0]))[0].shape[2:], _device(model)))
     with evaluating(model), told_to_end() as ending:
         chosen = _chosen(model, images, layers)
         identity = {
