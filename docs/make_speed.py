@@ -73,18 +73,18 @@ HOST = """\
 ## Eager steps
 
 An eager step depends on the host. ResNet-34's, with one unit, was measured three times by runs that
-profile after all times, each on another host: 10.8 ms (commit bc1579c, 1.01 of the floor's 10.7),
-14.2 ms (ee9dc3c, 1.34 of 10.6) and 16.7 ms (392f917, 1.56 of 10.7), with 10.3 to 10.4 ms of kernels
-each time, less than the floor's. The tables have the third run; the others are no longer in the
-file, only in its history in git. On the third run's host Python needed this long to launch the
+profile after all times, on hosts of unlike speed: 10.8 ms (commit bc1579c, 1.01 of the floor's
+10.7), 14.2 ms (ee9dc3c, 1.34 of 10.6) and 16.7 ms (392f917, 1.56 of 10.7), with 10.3 to 10.4 ms of
+kernels each time, less than the floor's. The tables have the third run; the others are no longer in
+the file, only in its history in git. On the third run's host Python needed this long to launch the
 steps, measured with images too small to keep the device busy (`python benchmarks/launches.py`,
 `results/launches_gpu.json`):
 """
 AFTER_HOST = """\
 So launches alone, 11.0 ms, are more than the kernels' 10.4, and the step takes longer than either.
-Why is not established. A part is in the measurement: these runs waited for the device after every
-two or three steps, which a training does not; `bench` takes at least twenty since. Most of the
-launches are small: of the 203 kernels that a step adds to the convolutions, 74 make unit rows of
+Why is not established. A part may be the measurement: the third run waited for the device after
+every two steps, which a training does not; `bench` takes at least twenty since, and was not run
+again. Of the 203 kernels that a step adds to the convolutions, 74 are small: they make unit rows of
 weights or their gradients.
 """
 RUN = (

@@ -119,9 +119,9 @@ def _verdicts(networks: Mapping[str, Result | None], kinds: Kinds) -> Iterator[s
     for end, r in networks.items():
         if r is None or "ours" not in r.methods:
             continue
-        median = r.methods["ours"]["quartiles"][1]
-        words = f"{kinds[end]}: ours has {median:.3f}"
-        words += "" if median >= HIGH else f", below {HIGH}"
+        own = r.methods["ours"]["quartiles"][1]
+        words = f"{kinds[end]}: ours has {own:.3f}"
+        words += "" if own >= HIGH else f", below {HIGH}"
         for where, other in (("the same network", r), ("the conventional one", conventional)):
             leads = _leads(r, other) if other is not None else {}
             if other is not None and leads:
