@@ -82,7 +82,7 @@ def test_commands_open_data_as_training_did(place, command, monkeypatch):
     command = [*command, "--model", "m.safetensors", "--data", "set"]
     with pytest.raises(ValueError, match="enough"):
         CliRunner().invoke(cli.app, command, catch_exceptions=False)
-    assert seen == [{"bad": "skip", "part": 0.5, "only": "test"}]
+    assert seen == [{"bad": "skip", "part": 0.5, "only": "test", "channels": 3}]
 
 
 @pytest.mark.parametrize(

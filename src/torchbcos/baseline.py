@@ -64,12 +64,13 @@ class Normalised(nn.Module):
 def to_explain(model: nn.Module) -> nn.Module:
     """The model itself or, if it is a `ConventionalModel`, its network after the normalisation.
 
-    So post-hoc methods see what that network sees: three channels, and zeros are the mean colour.
+    So post-hoc methods see what that network sees: normalised colours, and zeros are their mean.
     """
     inner = unwrapped(model)
     if not isinstance(inner, ConventionalModel):
         return inner
-    normalised = Normalised(inner.network, logit_bias=inner.logit_bias).to(inner.mean.device)
+    normalised = Normalised(inner.network, logit_bias=inner.logit_bias)
+    normalised.mean, normalised.deviation = inner.mean, inner.deviation
     normalised.training = inner.training
     return normalised
 

@@ -71,6 +71,7 @@ class ImageFiles:
     files: tuple[str, ...]
     labels: Tensor  # [N]
     size: tuple[int, int]
+    channels: int = 3  # or 1: grey
     part: float = 1.0  # how much of the largest centred square is seen; see `read_pixels`
     skipped: tuple[str, ...] = ()  # one sentence for each file left out
     device: torch.device | str = "cpu"  # where `batch` brings them
@@ -94,7 +95,7 @@ class ImageFiles:
         """As `batch`, in bytes."""
         boxes = [None] * len(indices) if crops is None else crops.tolist()
         images = [
-            read_pixels(self.files[i], size or self.size, part=self.part, crop=box)
+            read_pixels(self.files[i], size or self.size, self.channels, part=self.part, crop=box)
             for i, box in zip(indices.tolist(), boxes, strict=True)
         ]
         return torch.stack(images), self.labels[indices]
@@ -130,7 +131,7 @@ class ImageFiles:
 
     def _try_read(self, file: str) -> Tensor | ImageError:
         try:
-            return read_pixels(file, self.size, part=self.part)
+            return read_pixels(file, self.size, self.channels, part=self.part)
         except ImageError as error:
             return error
 
@@ -164,6 +165,7 @@ def open_data(
     memory: float = 4.0,
     part: float = 1.0,
     only: str = "",
+    channels: int = 3,
 ) -> Split:
     """A data set by its place: "shapes", a CIFAR-10 folder, class folders, or packed ones.
 
@@ -174,30 +176,31 @@ def open_data(
     and a class that only the test images have: "fail" names it, "skip" leaves it out and says so in
     `skipped`. `part` is for test images; see `read_pixels`. With only="train" or "test" no image of
     the other set is read; for "test", folders need no `train`, and may be the class folders
-    themselves.
+    themselves. With channels=1 images are read in grey.
     """
     if bad not in ("skip", "fail"):
         raise DataError(f"`bad` (={bad!r}) must be 'skip' or 'fail'.")
     if only not in ("", "train", "test"):
         raise DataError(f"`only` (={only!r}) must be 'train', 'test' or '' for both.")
+    if channels not in (1, 3):
+        raise DataError(f"`channels` (={channels!r}) must be 1 (grey) or 3, as image files have.")
     if str(path) == "shapes":
-        return _shapes_split(size or 48)
+        return _as_seen(_shapes_split(size or 48), channels)
     root = Path(path)
     if not root.is_dir():
         raise DataError(f"{root} is no folder: name one with train and val, or 'shapes'.")
     if (root / PACKED).exists():
-        return _packed(root, size)
+        return _as_seen(_packed(root, size), channels)
     if (root / "data_batch_1.bin").exists() or (root / "cifar-10-batches-bin").is_dir():
         _check_size(root, (32, 32), size, "ask for 32, or make class folders of them")
-        return _cifar_binary(
-            root if (root / "data_batch_1.bin").exists() else root / "cifar-10-batches-bin"
-        )
+        own = (root / "data_batch_1.bin").exists()
+        return _as_seen(_cifar_binary(root if own else root / "cifar-10-batches-bin"), channels)
     if (root / "cifar-10-batches-py").is_dir():
         _check_size(root, (32, 32), size, "ask for 32, or make class folders of them")
-        return _cifar_python(root)
-    train, test, classes = _folders(root, size, bad, part, only)
+        return _as_seen(_cifar_python(root), channels)
+    train, test, classes = _folders(root, size, bad, part, only, channels)
     count = len(train) * (only != "test") + len(test) * (only != "train")
-    if count * 3 * train.size[0] * train.size[1] > memory * 2**30:
+    if count * channels * train.size[0] * train.size[1] > memory * 2**30:
         return Split(train, test, classes)
     return Split(
         train if only == "test" else train.read(bad=bad),
@@ -232,6 +235,27 @@ def _packed(folder: Path, size: int | None) -> Split:
         return Images(pixels, labels, tuple(skipped))
 
     return Split(read("train", about["skipped"]), read("test"), tuple(about["classes"]))
+
+
+def _as_seen(split: Split, channels: int) -> Split:
+    """Sets in memory, in grey if one channel is asked for."""
+
+    def seen(images: ImageSet) -> ImageSet:
+        assert isinstance(images, Images)
+        if images.pixels.shape[1] == channels:
+            return images
+        if channels == 3:
+            return replace(images, pixels=images.pixels.expand(-1, 3, -1, -1))
+        parts = images.pixels.split(1024)
+        return replace(images, pixels=torch.cat([_grey(part) for part in parts]))
+
+    return Split(seen(split.train), seen(split.test), split.classes)
+
+
+def _grey(pixels: Tensor) -> Tensor:
+    """As Pillow makes bytes of RGB grey."""
+    shares = torch.tensor([19595, 38470, 7471], dtype=torch.int32)[:, None, None]
+    return ((pixels * shares).sum(1, keepdim=True) + 0x8000 >> 16).to(torch.uint8)
 
 
 def _check_size(folder: Path, held: tuple[int, int], size: int | None, remedy: str) -> None:
@@ -302,7 +326,7 @@ _IMAGENETTE = {
 
 
 def _folders(
-    root: Path, size: int | None, bad: str, part: float, only: str
+    root: Path, size: int | None, bad: str, part: float, only: str, channels: int
 ) -> tuple[ImageFiles, ImageFiles, tuple[str, ...]]:
     folder = {name: root / name for name in ("train", "val", "test") if (root / name).is_dir()}
     alone = only == "test" and "train" not in folder  # the test images say what classes there are
@@ -342,6 +366,7 @@ def _folders(
             tuple(file for name in classes for file in files.get(name, ())),
             torch.tensor([k for k, name in enumerate(classes) for _ in files.get(name, ())]),
             (size, size),
+            channels,
             seen,
             tuple(words),
         )

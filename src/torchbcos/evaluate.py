@@ -41,7 +41,9 @@ def open_as_trained(
         )
     config = model.provenance.get("config", {})
     bad, part = config.get("bad", "fail"), config.get("test_part", 1.0)
-    split = open_data(data, size or height, bad=bad, part=part, only=only)
+    split = open_data(
+        data, size or height, bad=bad, part=part, only=only, channels=model.in_channels
+    )
     images = split.train if only == "train" else split.test
     if isinstance(images, ImageFiles) and bad == "skip":
         images = images.without(find_damaged(images), bad)

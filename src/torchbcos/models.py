@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torchbcos._arguments import is_int
 from torchbcos.convert import Conversion, Report, convert_lazily, convert_network
 from torchbcos.convert.trace import as_pair
 from torchbcos.encoding import check_images, check_values, encode
@@ -143,6 +144,8 @@ class ConventionalModel(BcosModel):
         super().__init__(network, **arguments)
         self.scaling = "conventional"
         mean, deviation = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
+        if self.in_channels != 3:
+            mean, deviation = mean.mean()[None], deviation.mean()[None]
         self.register_buffer("mean", mean[:, None, None], persistent=False)
         self.register_buffer("deviation", deviation[:, None, None], persistent=False)
 
@@ -210,9 +213,10 @@ def create_model(
     """A B-cos model by name: ours, any torchvision classifier, or `timm/NAME`.
 
     Ours are `cifar9`, the paper's for CIFAR-10, `cifar_resnet` and `mini`. `options` go to the
-    architecture, as `growth_rate=22` to a DenseNet. `preset="paper"` sets the paper's γ, T and b;
-    otherwise call `calibrate` before training. `conventional/NAME` is the network of that name as
-    it was, to compare with; `v2/NAME` is a ConvNeXt or a vision transformer of the authors' own.
+    architecture, as `growth_rate=22` to a DenseNet, or `in_channels=1` to any, for grey images.
+    `preset="paper"` sets the paper's γ, T and b; otherwise call `calibrate` before training.
+    `conventional/NAME` is the network of that name as it was, to compare with; `v2/NAME` is a
+    ConvNeXt or a vision transformer of the authors' own.
 
     >>> model = create_model("cifar9", b=2.0, max_out=2, preset="paper")
     >>> model(torch.rand(1, 3, 32, 32)).shape
@@ -325,6 +329,7 @@ def _unconverted(
 ) -> M:
     model = kind(
         network,
+        in_channels=options.get("in_channels", 3),
         input_size=as_pair(size),
         num_classes=options["num_classes"],
         classes=classes,
@@ -354,6 +359,10 @@ def _builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
             f"`name` (={name!r}) is no known model: did you mean {' or '.join(close)}? "
             "torchbcos.list_models() lists all; timm/NAME takes timm's."
         )
+    if "in_channels" in options:
+        rest = {key: value for key, value in options.items() if key != "in_channels"}
+        build = _builder(name, rest)
+        return lambda: _with_channels(build(), options["in_channels"])
     if name in ("inception_v3", "googlenet"):
         options = {"aux_logits": True, "init_weights": False, **options}
     if name in _DENSENETS and "growth_rate" in options:
@@ -361,6 +370,17 @@ def _builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
         options = {"block_config": blocks, "num_init_features": features, **options}
         return lambda: torchvision.models.DenseNet(**options)
     return lambda: torchvision.models.get_model(name, weights=None, **options)
+
+
+def _with_channels(network: nn.Module, channels: int) -> nn.Module:
+    """The network with its first convolution for so many channels; outputs keep their variance."""
+    if not is_int(channels) or channels < 1:
+        raise ValueError(f"`in_channels` (={channels!r}) must be an integer of at least 1.")
+    first = next(m for m in network.modules() if isinstance(m, nn.Conv2d))
+    kept = first.weight.detach()[:, torch.arange(channels) % first.in_channels]
+    first.weight = nn.Parameter(kept * math.sqrt(first.in_channels / channels))
+    first.in_channels = channels
+    return network
 
 
 #: (block_config, num_init_features); torchvision's own functions do not take another growth rate.
@@ -381,7 +401,8 @@ def _timm_model(name: str, options: dict[str, Any]) -> nn.Module:
         ) from error
     if not timm.is_model(name):
         raise ValueError(f"`name` (='timm/{name}') is no model of timm {timm.__version__}.")
-    model: nn.Module = timm.create_model(name, pretrained=False, **options)
+    named = {"in_chans" if key == "in_channels" else key: value for key, value in options.items()}
+    model: nn.Module = timm.create_model(name, pretrained=False, **named)
     return model
 
 

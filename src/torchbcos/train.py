@@ -140,7 +140,7 @@ class _Run:
     def _open_data(self, console: Console) -> Split:
         """The data; files that will be streamed are looked at first, in the first process."""
         c = self.config
-        data = open_data(c.data, c.size or None, bad=c.bad, memory=c.memory, part=c.test_part)
+        data = open_data(c.data, **c.reading)
 
         def checked(images: ImageSet, name: str) -> ImageSet:
             if isinstance(images, Images):
@@ -165,16 +165,23 @@ class _Run:
         c, device = self.config, self.fabric.device
         size = self.data.train.size
         if c.start_from:
-            model = with_new_head(load(c.start_from), self.data.classes, size).to(device).train()
+            known = load(c.start_from)
+            if known.in_channels != c.channels:
+                raise ValueError(
+                    f"`channels` (={c.channels}) must be {known.in_channels}, as the images of "
+                    f"`start_from` (={c.start_from!r}) have."
+                )
+            model = with_new_head(known, self.data.classes, size).to(device).train()
             if c.head_only:
                 freeze_all_but_the_head(model)
             return model
+        grey = {"in_channels": c.channels} if c.channels != 3 else {}
         return create_model(
             c.arch,
             classes=self.data.classes,
             preset=c.preset or None,
             input_size=size,
-            **c.options,
+            **{**c.options, **grey},
         ).to(device)
 
     def _set_scales(self, model: BcosModel) -> None:

@@ -26,6 +26,7 @@ class TrainConfig:
     start_from: str = ""  # a checkpoint to fine-tune, with its own arch, options and γ; or ""
     head_only: bool = False  # with start_from: train nothing but the classifier
     size: int = 0  # pixels; 0 for the data's own
+    channels: int = 3  # of the images; 1 for grey ones, as radiographs
     train_sizes: tuple[int, ...] = ()  # pixels in training, in equal parts of it; () for `size`
     test_part: float = 1.0  # of a test image's height and width, as read from files
     bad: str = "fail"  # or "skip": what becomes of images that cannot be read
@@ -79,6 +80,12 @@ class TrainConfig:
         for name, values in choices.items():
             if getattr(self, name) not in values:
                 refuse(name, " or ".join(map(repr, values)))
+        if self.channels not in (1, 3):
+            refuse("channels", "1 (grey) or 3")
+        for name in {"in_channels", "in_chans"} & set(self.options):
+            raise ValueError(f"`options` (with {name}) must leave it to the setting `channels`.")
+        if self.channels == 1 and "lighting" in self.augment:
+            refuse("augment", "without lighting, which varies colours, where `channels` is 1")
         for name in ("batch", "accumulate", "operations", "test_every"):
             if getattr(self, name) < 1:
                 refuse(name, "at least 1")
@@ -114,6 +121,17 @@ class TrainConfig:
             refuse("accumulate", f"a divisor of the batch, {self.batch}")
         if self.head_only and not self.start_from:
             refuse("head_only", "false unless `start_from` names a checkpoint")
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How `open_data` reads the images, beside their place."""
+        return {
+            "size": self.size or None,
+            "part": self.test_part,
+            "bad": self.bad,
+            "memory": self.memory,
+            "channels": self.channels,
+        }
 
     def as_json(self) -> dict[str, Any]:
         """The settings as JSON gives them back, with lists for tuples."""

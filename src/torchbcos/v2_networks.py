@@ -73,15 +73,18 @@ def v2_networks() -> list[str]:
     return [*convnexts, *SIMPLE_VITS]
 
 
-def v2_network(name: str, num_classes: int, b: float = 2.0, max_out: int = 1) -> nn.Module:
+def v2_network(
+    name: str, num_classes: int, b: float = 2.0, max_out: int = 1, in_channels: int = 3
+) -> nn.Module:
     """The network for an encoded image, with weights of its own."""
+    encoded = 2 * in_channels
     if name in SIMPLE_VITS:
-        return _SimpleVit(SIMPLE_VITS[name], num_classes, b, max_out)
+        return _SimpleVit(SIMPLE_VITS[name], encoded, num_classes, b, max_out)
     if name not in v2_networks():
         raise ValueError(f"`name` (={name!r}) must be one of {', '.join(v2_networks())}.")
     _, size, norm = name.split("_")
     widths, depths = CONVNEXTS[size]
-    return _ConvNeXt(widths, depths, CONVNEXT_NORMS[norm], num_classes, b, max_out)
+    return _ConvNeXt(widths, depths, CONVNEXT_NORMS[norm], encoded, num_classes, b, max_out)
 
 
 class _ConvNeXt(nn.Module):
@@ -90,13 +93,14 @@ class _ConvNeXt(nn.Module):
         widths: Sequence[int],
         depths: Sequence[int],
         norm: Norm,
+        channels: int,
         num_classes: int,
         b: float,
         max_out: int,
     ) -> None:
         super().__init__()
         conv = partial(BcosConv2d, b=b, max_out=max_out)
-        layers: list[nn.Module] = [conv(6, widths[0], 4, stride=4), norm(widths[0])]
+        layers: list[nn.Module] = [conv(channels, widths[0], 4, stride=4), norm(widths[0])]
         for stage, (width, depth) in enumerate(zip(widths, depths, strict=True)):
             if stage:
                 before = widths[stage - 1]
@@ -126,12 +130,13 @@ class _Block(nn.Module):
 
 
 class _SimpleVit(nn.Module):
-    def __init__(self, shape: VitShape, num_classes: int, b: float, max_out: int) -> None:
+    def __init__(
+        self, shape: VitShape, channels: int, num_classes: int, b: float, max_out: int
+    ) -> None:
         super().__init__()
         self.patch = shape.patch
         linear = partial(BcosLinear, b=b, max_out=max_out)
         embedding = OrderedDict[str, nn.Module]()
-        channels = 6
         if shape.stem:
             conv = partial(BcosConv2d, kernel_size=3, padding=1, b=b, max_out=max_out)
             embedding["conv_stem"] = _stem(channels, shape.stem, conv)

@@ -24,22 +24,21 @@ def pack(configs: Iterable[TrainConfig], out: Path, console: Console) -> list[Tr
     places: dict[str, str] = {}
     packed = []
     for c in configs:
-        how = {"size": c.size or None, "part": c.test_part, "bad": c.bad, "memory": c.memory}
-        key = f"{Path(c.data).resolve()} {how}"
+        key = f"{Path(c.data).resolve()} {c.reading}"
         if key not in places:
             digest = hashlib.sha256(key.encode()).hexdigest()[:8]
-            places[key] = _place(c.data, how, out / f"data-{digest}", console)
+            places[key] = _place(c.data, c.reading, out / f"data-{digest}", console)
         packed.append(replace(c, data=places[key]))
     return packed
 
 
-def _place(data: str, how: dict[str, Any], folder: Path, console: Console) -> str:
+def _place(data: str, reading: dict[str, Any], folder: Path, console: Console) -> str:
     if (folder / PACKED).exists():
         return str(folder)
     in_folders = (Path(data) / "train").is_dir()
     if in_folders:
         console.print(f"reading {data}", markup=False, highlight=False)
-    split = open_data(data, **how)  # what is wrong with it is said here, once
+    split = open_data(data, **reading)  # what is wrong with it is said here, once
     in_memory = isinstance(split.train, Images) and isinstance(split.test, Images)
     if not (in_folders and in_memory):
         return data

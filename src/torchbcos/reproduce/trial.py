@@ -225,9 +225,7 @@ class Trial:
         return {**self.config.as_json(), "data": self.data}
 
     def _test_split(self) -> Split:
-        c = self.config
-        size = c.size or None
-        return open_data(c.data, size, bad=c.bad, memory=c.memory, part=c.test_part, only="test")
+        return open_data(self.config.data, only="test", **self.config.reading)
 
     def _curve(self) -> dict[str, list[float]]:
         lines = [json.loads(x) for x in (self.folder / "metrics.jsonl").read_text().splitlines()]
