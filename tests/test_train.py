@@ -18,6 +18,7 @@ from torchbcos._cuda import cuda_settings
 from torchbcos.captured import capture
 from torchbcos.checkpoint import load
 from torchbcos.evaluate import evaluate
+from torchbcos.loss import bce
 from torchbcos.optimiser import set_weight_rms
 
 pytestmark = pytest.mark.filterwarnings(
@@ -312,14 +313,13 @@ def test_settings_of_the_process_are_given_back(little_data, tmp_path, monkeypat
 def test_mixed_images_are_trained_towards_their_shares(little_data, tmp_path, monkeypatch):
     """The loss of a step is the mean binary cross-entropy against the shares."""
     steps = []
-    criterion = train._Run._criterion
 
-    def note(run, outputs, labels):
-        loss = criterion(run, outputs, labels)
+    def note(outputs, labels, *settings):
+        loss = bce(outputs, labels, *settings)
         steps.append((outputs.detach(), labels, loss.detach()))
         return loss
 
-    monkeypatch.setattr(train._Run, "_criterion", note)
+    monkeypatch.setattr(train, "bce", note)
     train.train(config(cutmix=1.0, epochs=1), tmp_path, console=QUIET)
     mixed = 0
     for outputs, labels, loss in steps:

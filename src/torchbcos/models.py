@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from torchbcos._arguments import is_int
+from torchbcos.architectures import OURS, SIZES, builder, list_models
 from torchbcos.convert import Conversion, Report, convert_lazily, convert_network
 from torchbcos.convert.trace import as_pair
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.functional import add_offset
 from torchbcos.layers import BcosLayer
-from torchbcos.networks import cifar9, cifar_resnet, mini
 from torchbcos.presets import paper_preset
 from torchbcos.v2_networks import v2_network
 
@@ -225,7 +224,7 @@ def create_model(
     if classes is not None and num_classes is None:
         num_classes = len(classes)
     if num_classes is None:
-        num_classes = 10 if name.removeprefix(_CONVENTIONAL) in _OURS else 1000
+        num_classes = 10 if name.removeprefix(_CONVENTIONAL) in OURS else 1000
     conversion_options = {"b": b, "max_out": max_out, "norm": norm, "head": head, "strict": strict}
     if name.startswith(_CONVENTIONAL):
         given = {**conversion_options, "preset": preset}
@@ -247,9 +246,9 @@ def create_model(
         own: dict[str, Any] = {"num_classes": num_classes, "b": b, "max_out": max_out, **options}
         network = v2_network(name.removeprefix(_V2), **own)
         return _unconverted(BcosModel, network, name, own, input_size or 224, classes)
-    build = _builder(name, {"num_classes": num_classes, **options})
+    build = builder(name, {"num_classes": num_classes, **options})
     if input_size is None:
-        input_size = _SIZES.get(name)
+        input_size = SIZES.get(name)
     conversion = convert_lazily(build, {**conversion_options, "size": input_size})
     architecture = Architecture(name, {"num_classes": num_classes, **conversion_options, **options})
     model = _model(conversion, classes, architecture)
@@ -272,17 +271,6 @@ def apply_preset(model: BcosModel, preset: str) -> None:
         layer.scale = scales.gamma[name]
     model.temperature, model.logit_bias = scales.temperature, scales.logit_bias
     model.scaling = preset
-
-
-def list_models() -> list[str]:
-    """Names for `create_model`: ours and torchvision's; it takes `timm/NAME` and `v2/NAME`, too.
-
-    >>> "densenet121" in list_models()
-    True
-    """
-    import torchvision.models  # not above: that would double the time that `import torchbcos` takes
-
-    return [*_OURS, *torchvision.models.list_models(module=torchvision.models)]
 
 
 def _model(
@@ -311,8 +299,8 @@ def _conventional(
     if base in ("inception_v3", "googlenet"):
         extra = {"init_weights": True}
     if input_size is None:
-        input_size = {**_SIZES, "inception_v3": 299}.get(base, 224)
-    network = _builder(base, {**extra, **options})()
+        input_size = {**SIZES, "inception_v3": 299}.get(base, 224)
+    network = builder(base, {**extra, **options})()
     return _unconverted(ConventionalModel, network, name, options, input_size, classes)
 
 
@@ -338,80 +326,6 @@ def _unconverted(
     return model.train()
 
 
-def _builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
-    for pretrained in ("weights", "pretrained"):
-        if options.get(pretrained):
-            raise ValueError(
-                f"`{pretrained}` (={options[pretrained]!r}) must be left out: conventional weights "
-                "are of no use to a B-cos network, which is trained anew."
-            )
-    if name in _OURS:
-        return lambda: _OURS[name](**options)
-    if name.startswith("timm/"):
-        return lambda: _timm_model(name.removeprefix("timm/"), options)
-    import torchvision.models
-
-    if name not in list_models():
-        import difflib
-
-        close = difflib.get_close_matches(name, list_models(), 3) or ["cifar9", "resnet34"]
-        raise ValueError(
-            f"`name` (={name!r}) is no known model: did you mean {' or '.join(close)}? "
-            "torchbcos.list_models() lists all; timm/NAME takes timm's."
-        )
-    if "in_channels" in options:
-        rest = {key: value for key, value in options.items() if key != "in_channels"}
-        build = _builder(name, rest)
-        return lambda: _with_channels(build(), options["in_channels"])
-    if name in ("inception_v3", "googlenet"):
-        options = {"aux_logits": True, "init_weights": False, **options}
-    if name in _DENSENETS and "growth_rate" in options:
-        blocks, features = _DENSENETS[name]
-        options = {"block_config": blocks, "num_init_features": features, **options}
-        return lambda: torchvision.models.DenseNet(**options)
-    return lambda: torchvision.models.get_model(name, weights=None, **options)
-
-
-def _with_channels(network: nn.Module, channels: int) -> nn.Module:
-    """The network with its first convolution for so many channels; outputs keep their variance."""
-    if not is_int(channels) or channels < 1:
-        raise ValueError(f"`in_channels` (={channels!r}) must be an integer of at least 1.")
-    first = next(m for m in network.modules() if isinstance(m, nn.Conv2d))
-    kept = first.weight.detach()[:, torch.arange(channels) % first.in_channels]
-    first.weight = nn.Parameter(kept * math.sqrt(first.in_channels / channels))
-    first.in_channels = channels
-    return network
-
-
-#: (block_config, num_init_features); torchvision's own functions do not take another growth rate.
-_DENSENETS = {
-    "densenet121": ((6, 12, 24, 16), 64),
-    "densenet161": ((6, 12, 36, 24), 96),
-    "densenet169": ((6, 12, 32, 32), 64),
-    "densenet201": ((6, 12, 48, 32), 64),
-}
-
-
-def _timm_model(name: str, options: dict[str, Any]) -> nn.Module:
-    try:
-        import timm
-    except ImportError as error:
-        raise ValueError(
-            f"`name` (='timm/{name}') needs the package timm: install it with pip install timm."
-        ) from error
-    if not timm.is_model(name):
-        raise ValueError(f"`name` (='timm/{name}') is no model of timm {timm.__version__}.")
-    named = {"in_chans" if key == "in_channels" else key: value for key, value in options.items()}
-    model: nn.Module = timm.create_model(name, pretrained=False, **named)
-    return model
-
-
-_OURS: dict[str, Callable[..., nn.Module]] = {
-    "cifar9": cifar9,
-    "cifar_resnet": cifar_resnet,
-    "mini": mini,
-}
-_SIZES = {"cifar9": 32, "cifar_resnet": 32, "mini": 48}
 _CONVENTIONAL = "conventional/"
 _V2 = "v2/"
 _USUAL = {"b": 2.0, "max_out": 2, "norm": None, "head": "conv", "strict": True}

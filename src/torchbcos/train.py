@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from torchbcos.data import Images, ImageSet, Split, open_data
 from torchbcos.evaluate import tally
 from torchbcos.finetune import freeze_all_but_the_head, with_new_head
 from torchbcos.interrupt import told_to_end
+from torchbcos.loss import bce
 from torchbcos.models import BcosModel, ConventionalModel, create_model
 from torchbcos.ops.aside import weight_gradients_aside
 from torchbcos.optimiser import clip_adaptively, make_optimiser, set_rate, set_weight_rms
@@ -244,7 +244,8 @@ class _Run:
         for i, (part, its_labels) in enumerate(pieces):
             with self._backward_by(i == len(pieces) - 1), self._beside():
                 outputs = self.forward(part)
-                loss = self._criterion(outputs, its_labels) / c.accumulate
+                loss = bce(outputs, its_labels, c.label_smoothing, c.auxiliary_weight)
+                loss = loss / c.accumulate
                 self.fabric.backward(loss)
             main = (outputs[0] if isinstance(outputs, tuple) else outputs).detach()
             step_loss += loss.detach().float()
@@ -278,18 +279,6 @@ class _Run:
         if alone and self.fabric.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return weight_gradients_aside()
         return nullcontext()
-
-    def _criterion(self, outputs: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
-        main, *others = outputs if isinstance(outputs, tuple) else (outputs,)
-        target = labels if labels.dim() == 2 else F.one_hot(labels, main.shape[1])
-        target = target.to(main.dtype)
-        if self.config.label_smoothing:
-            target = target + self.config.label_smoothing * (1 / main.shape[1] - target)
-        loss = F.binary_cross_entropy_with_logits(main, target)
-        for other in others if self.config.auxiliary_weight else ():
-            extra = F.binary_cross_entropy_with_logits(other, target)
-            loss = loss + self.config.auxiliary_weight * extra
-        return loss
 
     def all_told(self, me: bool) -> bool:
         """Whether any process was told to end; several ask one another every ten steps."""
