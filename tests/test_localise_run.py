@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from urllib.error import URLError
 
 import numpy as np
@@ -123,7 +124,8 @@ def test_what_is_scored_is_not_computed_again(trained, images, tmp_path, monkeyp
     for a, b in zip(first.methods, again.methods, strict=True):
         np.testing.assert_array_equal(a.scores, b.scores)
         assert a.seconds == pytest.approx(b.seconds)
-    for change in ({"seed": 1}, {"smooth": 5}, {"setting": "difull"}):
+    changes = ({"seed": 1}, {"smooth": 5}, {"setting": "difull"}, {"derive": "colours"})
+    for change in changes:
         game = Game(**{**vars(GAME), **change})
         with pytest.raises(AssertionError, match="computed again"):
             play(trained[2.5], images, QUICK, game, name="m", out=tmp_path)
@@ -171,6 +173,23 @@ def test_disconnected_settings_are_played_on_cut_models(trained, images):
     assert plain.methods[0].summary.mean < part.methods[0].summary.mean < 1
     with pytest.raises(ValueError, match="`setting`"):
         Game(setting="other")
+
+
+@pytest.mark.parametrize("setting", ["grid", "difull", "dipart"])
+def test_methods_other_than_ours_can_derive_by_colours(trained, images, setting):
+    game = Game(grids=3, n=2, smooth=0, setting=setting)
+    channels, colours = (
+        play(trained[2.5], images, ["ours", "ixg"], replace(game, derive=by))
+        for by in ("channels", "colours")
+    )
+    np.testing.assert_array_equal(channels.methods[0].scores, colours.methods[0].scores)
+    assert np.abs(channels.methods[1].scores - colours.methods[1].scores).max() > 0.01 or (
+        setting == "difull"  # where all scores are 1
+    )
+    expected = play(posthoc.by_colours(trained[2.5]), images, ["ixg"], game)
+    np.testing.assert_allclose(colours.methods[1].scores, expected.methods[0].scores, atol=1e-6)
+    with pytest.raises(ValueError, match=r"`derive` \(='six'\) must be 'channels' or 'colours'"):
+        replace(game, derive="six")
 
 
 def test_slow_methods_say_how_long_they_will_take(trained, images, monkeypatch):

@@ -76,12 +76,13 @@ CAPTUM = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning:captum")
 @pytest.mark.parametrize("name", CAPTUM)
-@pytest.mark.parametrize("kind", ["conventional", "bcos", "normalised"])
+@pytest.mark.parametrize("kind", ["conventional", "bcos", "colours", "normalised"])
 def test_a_method_equals_captums(name, kind, conventional, bcos, images):
     wrapped, options = CAPTUM[name]
     model, network, x = {
         "conventional": (conventional, conventional, images),
         "bcos": (bcos, FromEncoded(bcos), encode(images)),
+        "colours": (posthoc.by_colours(bcos), bcos, images),
         "normalised": (
             Normalised(conventional),
             conventional,
@@ -240,7 +241,8 @@ class Gated(nn.Module):
         return x * self.sigmoid(self.squeeze(x.mean((2, 3), keepdim=True)))
 
 
-def test_a_gate_has_its_rule_in_deeplift_also_where_it_is_a_function(images):
+@pytest.mark.parametrize("seen_as", [lambda model: model, posthoc.by_colours])
+def test_a_gate_has_its_rule_in_deeplift_also_where_it_is_a_function(images, seen_as):
     """A B-cos network with gates keeps their sigmoids, so there DeepLIFT is not IxG."""
     maps = {}
     for sigmoid in (nn.Sigmoid(), torch.sigmoid):
@@ -249,7 +251,7 @@ def test_a_gate_has_its_rule_in_deeplift_also_where_it_is_a_function(images):
             nn.Conv2d(3, 6, 3), Gated(sigmoid), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
             nn.Linear(6, 4),
         )  # fmt: skip
-        model = tb.calibrate(tb.convert(network, input_size=SIZE), images).eval()
+        model = seen_as(tb.calibrate(tb.convert(network, input_size=SIZE), images).eval())
         assert not posthoc.METHODS["deeplift"].twin(model)
         assert posthoc.METHODS["guided_backprop"].twin(model) == "grad"
         maps[sigmoid] = posthoc.deeplift(model, images, TARGETS)

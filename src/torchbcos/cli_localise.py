@@ -47,6 +47,13 @@ def localise(
     setting: Annotated[
         str, typer.Option(help="'grid', or cells disconnected: 'difull', 'dipart'.")
     ] = "grid",
+    derive: Annotated[
+        str,
+        typer.Option(
+            help="By what other methods derive B-cos models: the encoding's 'channels', or "
+            "'colours', as the authors' code does."
+        ),
+    ] = "channels",
     smooth: Annotated[
         int, typer.Option(help="Smoothing window in pixels, 0 for none; -1: by size.", min=-1)
     ] = -1,
@@ -69,7 +76,7 @@ def localise(
     from torchbcos.posthoc import choose_methods
 
     check_folder(out)
-    game = Game(grids, n, preset, setting, None if smooth < 0 else smooth, seed)
+    game = Game(grids, n, preset, setting, None if smooth < 0 else smooth, seed, derive)
     wanted = [m.strip() for m in methods.split(",") if m.strip()]
     names = [model or default_name(), *(baseline or [])]
     titles = _titles(names)

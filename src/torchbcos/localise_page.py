@@ -56,7 +56,7 @@ def write_report(
     sections.append(_table(played))
     chosen = [METHODS[m.method] for m in played[0].methods]
     if examples:
-        figure = qualitative_figure(models[0], sets[0], played[0], classes, chosen, examples)
+        figure = qualitative_figure(models[0], sets[0], played[0], classes, chosen, game, examples)
         sections.append(_plot_section("Images and methods", out / "methods.png", figure))
     for p, model, images in zip(played, models, sets, strict=True):
         sections += extreme_grids(p, model, images, classes, game)
@@ -72,6 +72,7 @@ def qualitative_figure(
     played: Played,
     classes: Sequence[str],
     methods: Sequence[Method],
+    game: Game,
     count: int = 6,
 ) -> Figure:
     """Rows of confidently classified images of different classes, columns of methods (Fig. 6).
@@ -92,7 +93,8 @@ def qualitative_figure(
         axes[row, 0].imshow(_photo(image))
         axes[row, 0].set_ylabel(classes[int(labels[row])][:18], fontsize=8)
     for column, method in enumerate(methods, start=1):
-        pictures = _pictures(method, model, pixels, labels[:, None].cpu())
+        seen = game.given(model, method)
+        pictures = _pictures(method, seen, pixels, labels[:, None].cpu())
         axes[0, column].set_title(method.label, fontsize=9)
         for row in range(len(first)):
             axes[row, column].imshow(pictures[row, 0])
@@ -118,7 +120,7 @@ def extreme_grids(
     for word, chosen in ends.items():
         for g in chosen.tolist():
             grids, labels = grid_images(images, played.plan[g : g + 1], game.n)
-            pictures = _pictures(method, model, grids, labels.cpu())[0]
+            pictures = _pictures(method, game.given(model, method), grids, labels.cpu())[0]
             panels = [Panel("input", _small(_photo(grids[0])), f"mean score {means[g]:.2f}")]
             panels += [
                 Panel(classes[int(label)], _small(_lined(pictures[k], game.n, k)), f"{score:.2f}")
@@ -222,6 +224,8 @@ def _lead(game: Game) -> str:
         "difull": " DiFull: each cell went through the network alone.",
         "dipart": " DiPart: the head saw one cell's features alone.",
     }[game.setting]
+    if game.derive == "colours":
+        how += " Other methods than ours derive B-cos models by the colours of the image."
     return (
         f"{game.grids} grids of {game.n}×{game.n} images of different classes, preset "
         f"“{game.preset}”, seed {game.seed}. A score is the share of a map's positive values in "

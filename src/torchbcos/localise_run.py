@@ -36,12 +36,13 @@ from torchbcos.localise import (
     summarise,
 )
 from torchbcos.models import BcosModel
-from torchbcos.posthoc import Method, choose_methods
+from torchbcos.posthoc import Method, by_colours, choose_methods
 from torchbcos.wrappers import check_together, unwrapped
 
 __all__ = ["Game", "MethodScores", "Played", "grid_images", "play"]
 
 SETTINGS = ("grid", "difull", "dipart")
+DERIVED = ("channels", "colours")
 _SAVE_EVERY = 30.0  # seconds
 
 
@@ -55,10 +56,13 @@ class Game:
     setting: str = "grid"  # or "difull", "dipart"
     smooth: int | None = None  # pixels of the window, 0 for none; None: by the cells' size
     seed: int = 42
+    derive: str = "channels"  # or "colours": by what post-hoc methods derive B-cos models
 
     def __post_init__(self) -> None:
         if self.setting not in SETTINGS:
             raise ValueError(f"`setting` (={self.setting!r}) must be of: {', '.join(SETTINGS)}.")
+        if self.derive not in DERIVED:
+            raise ValueError(f"`derive` (={self.derive!r}) must be 'channels' or 'colours'.")
         check_preset(self.preset)
         check_kernel(self.smooth or 0)
 
@@ -67,6 +71,11 @@ class Game:
         if method.perturbs:
             return 0
         return default_kernel(cell) if self.smooth is None else self.smooth
+
+    def given(self, model: nn.Module, method: Method) -> nn.Module:
+        """The model as this method gets it."""
+        whole = method.inherent or self.derive == "channels"
+        return model if whole else by_colours(model)
 
 
 @dataclass(frozen=True)
@@ -175,10 +184,10 @@ def _play(
         "game": asdict(game),
         "plan": hashlib.sha256(plan.numpy().tobytes()).hexdigest(),
     }
-    subject = _subject(model, images, plan, game)
     results: dict[str, MethodScores] = {}
     broken: list[str] = []
     for method in methods:
+        subject = _subject(game.given(model, method), images, plan, game)
         twin = results.get(method.twin(subject))
         if twin is not None:
             results[method.name] = replace(

@@ -14,6 +14,7 @@ torch.Size([2, 1, 32, 32])
 >>> del posthoc.METHODS["noise"]
 """
 
+from torchbcos.posthoc.colours import by_colours
 from torchbcos.posthoc.gradients import (
     deeplift,
     grad,
@@ -32,6 +33,7 @@ from torchbcos.posthoc.superpixels import lime
 __all__ = [
     "METHODS",
     "Method",
+    "by_colours",
     "choose_methods",
     "deeplift",
     "grad",

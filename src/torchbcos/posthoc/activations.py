@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from torchbcos.posthoc.colours import FromColours
+
 __all__ = ["RESCALED", "separated"]
 
 #: Modules that captum's DeepLIFT has rules for.
@@ -37,6 +39,8 @@ def separated(model: nn.Module) -> nn.Module:
 
     Parameters stay those of `model`, unless it cannot be traced: then this is a copy as it is now.
     """
+    if isinstance(model, FromColours):
+        return FromColours(separated(model.network), model.temperature)
     try:
         return _traced(model)
     except Exception:  # tracing fails in as many ways as there are networks
