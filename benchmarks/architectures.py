@@ -222,6 +222,12 @@ def line_of(row: dict[str, Any]) -> str:
     )
 
 
+ASTERISK = (
+    " An asterisk marks networks whose code could not be traced, so that modules were replaced one "
+    "by one and the result was checked by numbers."
+)
+
+
 def page(rows: list[dict[str, Any]], evidence: dict[str, Any]) -> str:
     """The documentation's page."""
     good = [row for row in rows if row["converts"]]
@@ -237,14 +243,15 @@ def page(rows: list[dict[str, Any]], evidence: dict[str, Any]) -> str:
         "part of the largest logit without its bias: the limits are "
         f"{LIMITS['float32']:.0e} and {LIMITS['float64']:.0e}.",
         "",
-        f"{len(good)} of {len(rows)} convert ("
+        f"{len(good)} of the {len(good) + len(bad)} networks that were tried convert ("
         + "; ".join(f"{name}: {n}" for name, n in count.items())
-        + "). Networks that are slow on a processor were measured on images smaller than those "
+        + ")"
+        + (f"; {len(giants)} more were left out for their size" if giants else "")
+        + ". Networks that are slow on a processor were measured on images smaller than those "
         "they were designed for; the paper's never were. "
         "`gates held` counts the products with a factor that depends on the input, which is held "
-        "constant in an explanation, attention weights among them; an asterisk marks networks "
-        "whose code could not be traced, so that modules were replaced one by one and the result "
-        "was checked by numbers.",
+        "constant in an explanation, attention weights among them."
+        + (ASTERISK if any(row["route"] == "modules" for row in good) else ""),
         "",
         "| architecture | pixels | parameters | B-cos layers | gates held | float32 | float64 |",
         "|---|--:|--:|--:|--:|--:|--:|",

@@ -84,8 +84,8 @@ AFTER_HOST = """\
 So launches alone, 11.0 ms, are more than the kernels' 10.4, and the step takes longer than either.
 Why is not established. A part may be the measurement: the third run waited for the device after
 every two steps, which a training does not; `bench` takes at least twenty since, and was not run
-again. Of the 203 kernels that a step adds to the convolutions, 74 are small: they make unit rows of
-weights or their gradients.
+again. Of the 203 kernels that a step adds to the convolutions (counted once; no file was kept), 74
+are small: they make unit rows of weights or their gradients.
 """
 RUN = (
     "- `{command}` on one {device}: {dtype}, {format}, torch {torch}, Triton {triton}, "

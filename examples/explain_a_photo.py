@@ -1,4 +1,4 @@
-"""Explain a photo with a bundled model: every class score is W(x)·x + bias, to the last digit."""
+"""Explain a photo with a bundled model: every score is W(x)·x + bias, up to float32 rounding."""
 
 from pathlib import Path
 

@@ -281,8 +281,8 @@ def test_the_page_says_what_the_files_say(tmp_path, finished):
     # LIME's 0.94 is compared with what ours has on the first 20 grids, 0.95.
     assert (
         "B-cos, no norms: ours has 0.920; on the same network it is above 2 of 2 post-hoc methods, "
-        "the best of which, LIME, is 0.010 below; on the conventional one it is above 2 of 3 "
-        "post-hoc methods, the best of which, GradCAM, is 0.010 above."
+        "the nearest of which, LIME, is 0.010 below; on the conventional one it is above 2 of 3 "
+        "post-hoc methods, the nearest of which, GradCAM, is 0.010 above."
     ) in words
     assert "B-cos, norms: ours has 0.850, below 0.9; on the conventional one" in words
     assert "Missing." in section(page, "Inception-v3")

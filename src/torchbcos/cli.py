@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from torchbcos import cli_localise, cli_reproduce, cli_serve
+from torchbcos._version import __version__
 from torchbcos.cli_common import as_text, check_file, console
 from torchbcos.cli_neurons import app as neurons_app
 
@@ -48,8 +49,19 @@ def complain(sentence: str) -> None:
     )
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        output.print(f"torchbcos {__version__}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
-def _common() -> None:
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_tell_version, is_eager=True),
+    ] = False,
+) -> None:
     """Vision networks that explain themselves."""
 
 
@@ -67,9 +79,11 @@ def explain(
     top: Annotated[int, typer.Option(help="Explain the K most likely classes.", min=1)] = 1,
     layer: Annotated[str, typer.Option(help="Explain a unit of this layer instead.")] = "",
     unit: Annotated[str, typer.Option(help="The unit: a channel, or channel,y,x.")] = "",
-    delta: Annotated[bool, typer.Option(help="Also show class 1 against class 2.")] = False,
+    delta: Annotated[
+        bool, typer.Option(help="Also show where the first class is ahead of the second.")
+    ] = False,
     style: Annotated[
-        str, typer.Option(help="Pictures as in the 'paper' or as 'released'.")
+        str, typer.Option(help="Pictures as in the 'paper', or smoothed as its code 'released'.")
     ] = "paper",
     size: Annotated[int, typer.Option(help="Pixels; 0 for the model's own size.", min=0)] = 0,
     out: Annotated[Path, typer.Option(help="Folder for pictures and page.")] = Path("out"),
@@ -128,7 +142,9 @@ def _unit(text: str) -> int | tuple[int, int, int] | None:
     epilog="Example: torchbcos convert mobilenet_v3_small --max-out 1",
 )
 def convert(
-    arch: Annotated[str, typer.Argument(help="cifar9, a torchvision network, or timm/NAME.")],
+    arch: Annotated[
+        str, typer.Argument(help="A name: cifar9, a torchvision network, or timm/NAME.")
+    ],
     b: Annotated[float, typer.Option("--b", help="The exponent B.")] = 2.0,
     max_out: Annotated[int, typer.Option(help="MaxOut units.")] = 2,
     norm: Annotated[str, typer.Option(help="'none' to remove norms, or 'uncentred'.")] = "none",
@@ -139,7 +155,7 @@ def convert(
         int | None, typer.Option(help="How many classes; else the architecture's.", min=1)
     ] = None,
     allow: Annotated[
-        bool, typer.Option(help="Keep operations that break W(x)·x = output.")
+        bool, typer.Option(help="Keep operations that break W(x)·x + bias = output.")
     ] = False,
     each: Annotated[bool, typer.Option(help="List every operation, not only how many.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -157,7 +173,8 @@ def convert(
         strict=not allow,
     )
     report = model.report
-    assert report is not None
+    if report is None:
+        fail(f"`arch` (={arch!r}) is not converted, so there is nothing to report: name another.")
     parameters = sum(p.numel() for p in model.parameters())
     if as_json:
         document = {
@@ -194,11 +211,11 @@ def train(
     ] = None,
     data: Annotated[
         str,
-        typer.Option(help="Class folders, a CIFAR-10 folder, or 'shapes'; if not the recipe's."),
+        typer.Option(help="Class folders, a CIFAR-10 folder, or 'shapes'; else the recipe's."),
     ] = "",
     out: Annotated[Path, typer.Option(help="Folder for the model and its metrics.")] = Path("run"),
     resume: Annotated[
-        bool, typer.Option(help="Go on with the training in the folder, or begin.")
+        bool, typer.Option(help="Continue the training in --out, or begin it.")
     ] = False,
     start_from: Annotated[
         str, typer.Option("--from", help="Fine-tune this model; head_only=true for its head alone.")
@@ -340,7 +357,7 @@ def export(
     )
 
 
-app.command(epilog="Example: torchbcos serve photos --model imagenette --browse")(cli_serve.serve)
+app.command(epilog="Example: torchbcos serve examples/photos --browse")(cli_serve.serve)
 
 
 @app.command(epilog="Example: torchbcos bench --device cuda --only training,captured")
@@ -358,8 +375,8 @@ def bench(
         Path, typer.Option(help="JSON file, written after each one; results are added to it.")
     ] = Path("speed.json"),
 ) -> None:
-    """Time and memory of B-cos networks beside conventional ones, plain convolutions alone (the
-    floor), and the authors' package `bcos`."""
+    """Measure time and memory of B-cos networks beside conventional ones, plain convolutions alone
+    (the floor), and the package `bcos` of the paper's authors."""
     import torch
 
     from torchbcos import bench as benchmark

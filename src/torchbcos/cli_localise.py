@@ -32,7 +32,7 @@ def localise(
     baseline: Annotated[
         list[str] | None,
         typer.Option(
-            help="Another model, again and again: a file or name as above, or a conventional "
+            help="Another model (may be repeated): a file or name as above, or a conventional "
             "network as torchvision/NAME=WEIGHTS, with normalised images."
         ),
     ] = None,
@@ -40,9 +40,9 @@ def localise(
         str, typer.Option(help="'all', or names, comma-separated: ours,ixg,gradcam,…")
     ] = "all",
     grids: Annotated[int, typer.Option(help="How many grids.", min=1)] = 500,
-    n: Annotated[int, typer.Option("--n", help="Cells a side.", min=2)] = 3,
+    n: Annotated[int, typer.Option("--n", help="Cells per side.", min=2)] = 3,
     preset: Annotated[
-        str, typer.Option(help="Grids as in the 'paper' or as 'released'.")
+        str, typer.Option(help="Grids as in the 'paper', or as in its code, 'released'.")
     ] = "paper",
     setting: Annotated[
         str, typer.Option(help="'grid', or cells disconnected: 'difull', 'dipart'.")
@@ -58,7 +58,7 @@ def localise(
         int, typer.Option(help="Smoothing window in pixels, 0 for none; -1: by size.", min=-1)
     ] = -1,
     size: Annotated[int, typer.Option(help="Pixels of a cell; 0: the model's.", min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="Of the drawing of classes.")] = 42,
+    seed: Annotated[int, typer.Option(help="Of the random choice of classes.")] = 42,
     batch: Annotated[int, typer.Option(help="Grids at once.", min=1)] = 8,
     out: Annotated[Path, typer.Option(help="Folder for scores, plots, page.")] = Path("localise"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
@@ -120,7 +120,7 @@ def toy(
     out: Annotated[Path, typer.Option(help="Folder for toy.json and toy.png.")] = Path("toy"),
     b: Annotated[str, typer.Option("--b", help="Exponents, comma-separated.")] = "1,2,4,10,30",
     points: Annotated[int, typer.Option(help="Points in each cluster.", min=1)] = 100,
-    seed: Annotated[int, typer.Option(help="Of the points.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random points.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """One B-cos unit in the plane: where do its best weights point, as B grows?"""

@@ -36,18 +36,20 @@ def neurons(
     ] = "",
     top: Annotated[int, typer.Option(help="Keep the K best images of each unit.", min=1)] = 50,
     split: Annotated[str, typer.Option(help="Which images: 'test' or 'train'.")] = "test",
-    active_above: Annotated[float, typer.Option(help="From where on a unit is active.")] = 0.0,
+    active_above: Annotated[
+        float, typer.Option(help="A unit counts as active above this value.")
+    ] = 0.0,
     batch: Annotated[
         int | None,
         typer.Option(help="Images at once; else 64, or fewer large ones on a CPU.", min=1),
     ] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("neurons.safetensors"),
-    resume: Annotated[bool, typer.Option(help="Go on from a run that was ended.")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue a run that was interrupted.")] = False,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
     devices: Annotated[int, typer.Option(help="Processes on each machine.", min=1)] = 1,
     machines: Annotated[int, typer.Option(help="Machines that share the work.", min=1)] = 1,
 ) -> None:
-    """What every unit responds to, over a data set: one pass, one file. Then look with `show`."""
+    """Record what every unit responds to over a data set; then look at it with `show`."""
     if context.invoked_subcommand is not None:
         return
     from torchbcos.checkpoint import default_name

@@ -57,7 +57,7 @@ def reproduce(
     ] = Path("docs"),
     show_list: Annotated[bool, typer.Option("--list", help="Show the experiments.")] = False,
 ) -> None:
-    """Train the paper's networks, measure them, and compare with what it reports.
+    """Train the paper's networks, measure them, and compare with what the paper reports.
 
     Each experiment leaves OUT/results/NAME.json as soon as it is measured. The same command again
     goes on where the last was stopped: what is finished is not run again.

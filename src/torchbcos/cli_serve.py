@@ -24,7 +24,8 @@ def serve(
         str, typer.Option(help="A model file, or a bundled name.", show_default="imagenette")
     ] = "",
     host: Annotated[
-        str, typer.Option(help="Where to listen; 0.0.0.0 lets others in the network in.")
+        str,
+        typer.Option(help="Where to listen; 0.0.0.0 admits other machines, without a password."),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 for any free one.", min=0, max=65535)] = 8000,
     browse: Annotated[bool, typer.Option(help="Open the page in a browser.")] = False,

@@ -83,7 +83,7 @@ def _head(found: Results, results: Path) -> str:
         "torchbcos reproduce cifar10 --page --results out/cifar10/results",
         "```",
         "",
-        f"This page is made by the second command from the files in `{results.as_posix()}`; "
+        f"This page is made by such a second command from the files in `{results.as_posix()}`; "
         "nothing in it is written by hand.",
     ]
     lines += remarks(found, EXPERIMENTS)
@@ -112,7 +112,7 @@ def _table_1(found: Results) -> str:
     verdict = (
         f"{near} of {measured} measured accuracies are above the paper's or at most {NEAR} points "
         "below. They are those of the last epoch. The best epoch is chosen by the test images "
-        "themselves, so its accuracy is none to expect; it shows how much epochs scatter."
+        "themselves, so its accuracy is optimistic; it only shows how much epochs differ."
     )
     return "\n\n".join(["## Accuracy (Tab. 1)", table(header, rows), verdict])
 
@@ -223,7 +223,7 @@ def _verdict(methods: Mapping[str, Mapping[str, Any]]) -> str:
     where = "below" if lead(best) > 0 else "above"
     words = (
         f"On the B-cos network ours is above {sum(lead(m) > 0 for m in others.values())} of "
-        f"{len(others)} post-hoc methods; the best of them, {best['label']}, is "
+        f"{len(others)} post-hoc methods; the nearest on the same grids, {best['label']}, is "
         f"{abs(lead(best)):.3f} {where} ours."
     )
     if not fewer:

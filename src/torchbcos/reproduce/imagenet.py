@@ -40,8 +40,8 @@ def _imagenet() -> Iterable[Experiment]:
             f"{arch}-conventional", f"{title}, conventional", compared=True, paper=conventional
         )
         yield experiment(arch, f"{title}, B-cos", compared=True, paper=bcos)
-    name, title, conventional, bcos = PLUS
-    yield experiment(f"{name}-conventional", f"{title}, conventional", paper=conventional)
+    name, title, _, bcos = PLUS
+    yield experiment(f"{name}-conventional", f"{title}, conventional")  # the paper trained none
     yield experiment(name, f"{title}, B-cos", paper=bcos)
     for name, (what, _, accuracy) in TABLE_B1.items():
         if name not in ("densenet121", "densenet121-conventional"):

@@ -75,16 +75,17 @@ def _head(found: Results, results: Path) -> str:
         "network without norms and with B = 2, as the paper has it, and as one with uncentred "
         "batch norms, which are dynamic-linear as well, and B = 2.5; the three of an architecture "
         "with the same data, augmentation and epochs. Beside them stand the paper's numbers for "
-        "ImageNet, which is another and harder task.",
+        "ImageNet, which is another and harder task; the conventional networks there are "
+        "torchvision's pretrained ones.",
         "",
         "```",
         "torchbcos reproduce imagenette --data data/imagenette --out out/imagenette --jobs 4",
         "torchbcos reproduce imagenette --page --results out/imagenette/results",
         "```",
         "",
-        f"This page is made by the second command from the files in `{results.as_posix()}`; only "
-        "notes on single results, below, are written by hand. A localisation score is the share of "
-        "a map's positive contributions that lies in the cell of the explained class, in "
+        f"This page is made by such a second command from the files in `{results.as_posix()}`; "
+        "only notes on single results, below, are written by hand. A localisation score is the "
+        "share of a map's positive contributions that lies in the cell of the explained class, in "
         "grids of 3×3 images of different classes at their own resolution (672 pixels; "
         "Inception-v3: 897), with maps smoothed 15×15; chance is 0.111."
         + (f" Methods were scored on {listed(map(str, grids), 'or')} grids." if grids else ""),
@@ -99,12 +100,13 @@ def _units(document: Mapping[str, Any] | None) -> str:
         return "\n\n".join([*parts, "Missing."])
     top, layers = document["top"], document["layers"]
     parts.append(
-        f"Of {document['what']} ({100 * document['accuracy']:.2f} %), over {document['images']} "
-        f"test images: units of an early, a middle and a late layer. For each unit stand its "
-        f"five largest activations, each in another image, how far the classes of its {top} best "
-        "images are from those of all (bits; q is the chance of that, adjusted for the number of "
+        f"Of {document['what']}, in a run with {100 * document['accuracy']:.2f} %, over "
+        f"{document['images']} test images: units of an early, a middle and a late layer. For each "
+        "unit stand its five largest activations, each in another image, how far the classes of "
+        f"its {top} best images are from those of all (bits; q is the chance of that, adjusted for the number of "
         "units), and the classes of these images. Their explanations are pictures of the data, "
-        "and so are not here: the first command above leaves them in `runs/NAME/units.html`."
+        "and so are not here: the first command above leaves them in "
+        "`runs/resnet34-norm/units.html`."
     )
     for name, layer in layers.items():
         height, width = layer["map"]
@@ -180,8 +182,8 @@ def _limits() -> str:
         "an architecture recipes differ in the norms, B, the length of the weights and, for the "
         "conventional VGG-11, the learning rate (2.5e-4 in place of 1e-3); Inception-v3 has other "
         "sizes of images than the others.",
-        "Of the paper's procedure these networks have the architectures, the loss and, without "
-        "norms, B. Otherwise than there, γ and T are set by `calibrate`; training is in bfloat16, "
+        "These networks follow the paper in architecture, loss and, without norms, B. Unlike the "
+        "paper's, their γ and T are set by `calibrate`; training is in bfloat16, "
         "with batches of 64, a learning rate of 1e-3 with warm-up and a cosine (the paper: 256, "
         "2.5e-4, divided by 10 after 60 epochs), on crops of at least a quarter of each image that "
         "grow from 128 to 192 pixels (Inception-v3: 160 to 224), while all are tested at full "

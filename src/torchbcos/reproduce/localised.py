@@ -128,9 +128,9 @@ def _verdicts(networks: Mapping[str, Result | None], kinds: Kinds) -> Iterator[s
                 best, lead = min(leads.items(), key=lambda pair: pair[1])
                 above = sum(value > 0 for value in leads.values())
                 words += (
-                    f"; on {where} it is above {above} of {len(leads)} post-hoc methods, the best "
-                    f"of which, {best}, is {abs(lead):.3f} {'below' if lead > 0 else 'above'}"
-                    f"{_unequal(r, other)}"
+                    f"; on {where} it is above {above} of {len(leads)} post-hoc methods, the "
+                    f"nearest of which, {best}, is {abs(lead):.3f} "
+                    f"{'below' if lead > 0 else 'above'}{_unequal(r, other)}"
                 )
         yield words + "."
 
