@@ -103,8 +103,8 @@ def test_the_page_says_what_the_files_say(tmp_path):
     assert methods["GradCAM"] == ["0.600", "0.600", "500"]
     assert (
         "B-cos: ours has 0.950; on the same network it is above 2 of 2 post-hoc methods, the "
-        "nearest of which, GradCAM, is 0.350 below; on the conventional one it is above 1 of 1 post-hoc "
-        "methods, the nearest of which, GradCAM, is 0.350 below."
+        "nearest of which, GradCAM, is 0.350 below; on the conventional one it is above 1 of 1 "
+        "post-hoc methods, the nearest of which, GradCAM, is 0.350 below."
     ) in section(page, "ResNet-34")
     assert "Missing." in section(page, "VGG-11")
     ablation = rows(page, "Units and growth")

@@ -103,8 +103,8 @@ def _units(document: Mapping[str, Any] | None) -> str:
         f"Of {document['what']}, in a run with {100 * document['accuracy']:.2f} %, over "
         f"{document['images']} test images: units of an early, a middle and a late layer. For each "
         "unit stand its five largest activations, each in another image, how far the classes of "
-        f"its {top} best images are from those of all (bits; q is the chance of that, adjusted for the number of "
-        "units), and the classes of these images. Their explanations are pictures of the data, "
+        f"its {top} best images are from those of all (bits; q is the chance of that, adjusted "
+        "for the number of units), and the classes of these images. Their explanations are pictures of the data, "
         "and so are not here: the first command above leaves them in "
         "`runs/resnet34-norm/units.html`."
     )
