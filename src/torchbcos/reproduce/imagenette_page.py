@@ -104,8 +104,8 @@ def _units(document: Mapping[str, Any] | None) -> str:
         f"{document['images']} test images: units of an early, a middle and a late layer. For each "
         "unit stand its five largest activations, each in another image, how far the classes of "
         f"its {top} best images are from those of all (bits; q is the chance of that, adjusted "
-        "for the number of units), and the classes of these images. Their explanations are pictures of the data, "
-        "and so are not here: the first command above leaves them in "
+        "for the number of units), and the classes of these images. Their explanations are "
+        "pictures of the data, and so are not here: the first command above leaves them in "
         "`runs/resnet34-norm/units.html`."
     )
     for name, layer in layers.items():
