@@ -200,3 +200,67 @@ def test_a_gate_is_constant_only_in_explanation_mode():
     assert_agrees(torch.autograd.grad(inside.sum(), x)[0], x.sigmoid())
     slope = x.sigmoid() + x * x.sigmoid() * (1 - x.sigmoid())
     assert_agrees(torch.autograd.grad(outside.sum(), x)[0], slope)
+
+
+def test_generators_that_hold_the_mode_may_end_in_any_order(probe):
+    gradient, right = probe
+
+    def rows():
+        with tb.explanation_mode():
+            yield from range(2)
+
+    for _ in zip(rows(), rows(), strict=False):
+        pass
+    first, second = rows(), rows()
+    next(first), next(second)
+    first.close()
+    assert BF.in_explanation_mode()
+    second.close()
+    assert not BF.in_explanation_mode()
+    assert_agrees(gradient(), right[False])
+
+
+def test_an_abandoned_asynchronous_generator_ends_the_mode_without_a_complaint():
+    async def rows():
+        with BF.collect_offsets():
+            yield 1
+            yield 2
+
+    async def one():
+        async for _ in rows():
+            break
+
+    loop = asyncio.new_event_loop()
+    complaints = []
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    loop.run_until_complete(one())
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+    assert not complaints
+    assert not BF.in_explanation_mode()
+
+
+def test_the_mode_decorates_functions_and_refuses_what_runs_later(probe):
+    gradient, right = probe
+    assert_agrees(tb.explanation_mode()(gradient)(), right[True])
+    assert_agrees(gradient(), right[False])
+
+    def later():
+        yield 1
+
+    async def coroutine():
+        return 1
+
+    for function in (later, coroutine):
+        with pytest.raises(TypeError, match=f"{function.__name__}. must be an ordinary function"):
+            tb.explanation_mode()(function)
+
+
+def test_a_mode_within_a_recorded_pass_is_not_recorded(probe):
+    gradient, right = probe
+    with BF.record_factors() as tape:
+        with tb.explanation_mode():
+            assert_agrees(gradient(), right[True])
+        assert tape.factors == []
+        gradient()
+        assert len(tape.factors) == 1

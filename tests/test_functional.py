@@ -222,10 +222,12 @@ def test_an_input_without_batch_gives_an_output_without_batch(dims, groups):
     assert_agrees(out, CONV[dims](x[None], weight, padding=1, groups=groups, max_out=2)[0])
 
 
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dims", [0, 1, 2, 3])
-def test_an_empty_batch_gives_an_empty_output(dims):
+def test_an_empty_batch_gives_an_empty_output(dims, grad):
     function = CONV[dims] if dims else BF.bcos_linear
-    out = function(torch.rand(0, 4, *[5] * dims), torch.rand(6, 4, *[3] * dims))
+    with torch.set_grad_enabled(grad):
+        out = function(torch.rand(0, 4, *[5] * dims), torch.rand(6, 4, *[3] * dims))
     assert out.shape == (0, 6, *[3] * dims)
 
 

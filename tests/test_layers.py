@@ -223,6 +223,21 @@ def test_gradients_per_sample_by_vmap_of_grad(explain):
         assert_agrees(by_weight[n], expected[1])
 
 
+@pytest.mark.parametrize("explain", [False, True])
+@pytest.mark.parametrize("b", [1.5, 2.0, 3.0])
+def test_jacobians_can_be_computed_as_one_batch(b, explain):
+    x, weight = random(0, 2, 6), random(1, 6, 6)
+
+    def function(x):
+        return tb.functional.bcos_linear(x, weight, max_out=2, b=b)
+
+    with mode(explain):
+        expected = torch.autograd.functional.jacobian(function, x)
+        assert_agrees(torch.autograd.functional.jacobian(function, x, vectorize=True), expected)
+        with torch.no_grad():
+            assert_agrees(torch.func.jacrev(function)(x), expected)
+
+
 def test_jacrev_of_jacrev_is_the_hessian_of_autograd():
     x, weight = random(0, 4), random(1, 2, 4)
 

@@ -582,3 +582,10 @@ def test_bad_settings_are_refused(conventional, images):
         posthoc.gradcam(conventional, images, TARGETS, layer="7")
     with pytest.raises(ValueError, match="`images`"):
         posthoc.grad(conventional, images[0], TARGETS)
+
+
+@pytest.mark.parametrize("name", ["grad", "intgrad", "smoothgrad", "gradcam", "rise", "occlusion"])
+def test_maps_have_the_type_of_the_model(bcos, images, name):
+    options = {"samples": 2} if name == "smoothgrad" else FEW.get(name, {})
+    maps = posthoc.METHODS[name](bcos.double(), images, TARGETS, **options)
+    assert maps.dtype == torch.float64

@@ -312,3 +312,20 @@ def test_a_function_that_picked_a_unit_is_named_by_its_layer():
     e = explanation(np.ones((1, 1, 6, 4, 4)), np.ones((1, 1, 4, 4)), layer="layer1")
     chosen = Explanation(**{**vars(e), "targets": torch.tensor([[-1]])})
     assert render.target_name(chosen, 0, 0) == "layer1"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("power", [-130, -80, 60, 110])
+def test_pictures_do_not_depend_on_the_length_of_all_weights(power, dtype):
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(1, 2, 6, 9, 9, generator=generator, dtype=dtype)
+    contributions = torch.randn(1, 2, 9, 9, generator=generator, dtype=dtype)
+    zeros = torch.zeros(1, 2)
+    small, large = (
+        render.colour(
+            Explanation(zeros, zeros.long(), weights * s, contributions * s, zeros, zeros)
+        )
+        for s in (1.0, 2.0**power)
+    )
+    assert small[..., 3].max() == 255
+    assert np.array_equal(small, large)

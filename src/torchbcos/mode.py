@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,10 +28,11 @@ __all__ = [
     "replay_factors",
 ]
 
-_frozen: ContextVar[bool] = ContextVar("torchbcos_frozen", default=False)
+_depth: ContextVar[int] = ContextVar("torchbcos_depth", default=0)  # of explanation modes
 _offsets: ContextVar[list[Tensor] | None] = ContextVar("torchbcos_offsets", default=None)
 _tape: ContextVar[FactorTape | None] = ContextVar("torchbcos_tape", default=None)
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 
 # Compiled code recompiles when a context variable changes, in versions of torch that know how to
 # look at one (2.10 and 2.11 do not). In others it looks at `_entered`, which is the same for all
@@ -80,8 +82,7 @@ class _Uncompiled:
 _entered, _uncompiled = _Entered(), _Uncompiled()
 
 
-@contextmanager
-def explanation_mode() -> Iterator[None]:
+class explanation_mode(ContextDecorator):  # noqa: N801 (a function to those who call it)
     """Inside this context the gradient of an output by the input is its row of W(x).
 
     Every factor that depends on the input and multiplies a signal (|cos|^(b-1), the deviation a
@@ -96,14 +97,31 @@ def explanation_mode() -> Iterator[None]:
     >>> torch.autograd.grad(y, x)     # |cos| · ŵ
     (tensor([[0.6000, 0.0000]]),)
     """
-    with _entered, _set(_frozen, True), _set(_tape, None):
-        yield
+
+    # Modes are counted, because generators that hold one may end in any order and anywhere.
+
+    def __enter__(self) -> None:
+        _entered.__enter__()
+        _depth.set(_depth.get() + 1)
+
+    def __exit__(self, *_: object) -> None:
+        _depth.set(max(_depth.get() - 1, 0))
+        _entered.__exit__()
+
+    def __call__(self, func: F) -> F:
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction)
+        if any(is_kind(func) for is_kind in (*kinds, inspect.isasyncgenfunction)):
+            raise TypeError(
+                f"`func` (={func.__qualname__}) must be an ordinary function: what it returns runs "
+                "later, so write `with explanation_mode():` inside of it."
+            )
+        return super().__call__(func)
 
 
 def in_explanation_mode() -> bool:
     """Whether this runs within `explanation_mode`."""
     if _DYNAMO_READS_CONTEXTS or not torch.compiler.is_compiling():
-        return _frozen.get()
+        return _depth.get() > 0
     return _entered.times > 0
 
 
@@ -111,7 +129,7 @@ def hold(factor: Tensor) -> Tensor:
     """`factor`, constant for derivatives in `explanation_mode`, unchanged outside of it."""
     if not in_explanation_mode():
         return factor
-    tape = _local(_tape)
+    tape = _tape_here()
     if tape is None:
         return factor.detach()
     if tape.replayed is not None:
@@ -124,13 +142,14 @@ def holder() -> Callable[[Tensor], Tensor] | None:
     """What `hold` does here: nothing, a detach, or the tape's part."""
     if not in_explanation_mode():
         return None
-    return hold if _local(_tape) is not None else Tensor.detach
+    return hold if _tape_here() is not None else Tensor.detach
 
 
 @dataclass
 class FactorTape:
     """The factors of one forward pass, in order; see `record_factors`."""
 
+    depth: int  # a mode that is entered within is not of this pass
     factors: list[Tensor] = field(default_factory=list)
     replayed: Iterator[Tensor] | None = None
 
@@ -142,7 +161,7 @@ def record_factors() -> Iterator[FactorTape]:
     With `replay_factors` this makes W(x) itself differentiable: held constant for the derivative
     that gives W(x), and yet exact in the next one, by the weights.
     """
-    tape = FactorTape()
+    tape = FactorTape(_depth.get() + 1)
     with explanation_mode(), _set(_tape, tape):
         yield tape
 
@@ -150,9 +169,14 @@ def record_factors() -> Iterator[FactorTape]:
 @contextmanager
 def replay_factors(tape: FactorTape) -> Iterator[list[Tensor]]:
     """`collect_offsets`, with the recorded factors in place of those of this forward pass."""
-    replay = FactorTape(tape.factors, iter(tape.factors))
+    replay = FactorTape(_depth.get() + 1, tape.factors, iter(tape.factors))
     with collect_offsets() as offsets, _set(_tape, replay):
         yield offsets
+
+
+def _tape_here() -> FactorTape | None:
+    tape = _local(_tape)
+    return tape if tape is not None and tape.depth == _depth.get() else None
 
 
 def _local(variable: ContextVar[T | None]) -> T | None:
@@ -164,11 +188,12 @@ def _local(variable: ContextVar[T | None]) -> T | None:
 
 @contextmanager
 def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
-    token = variable.set(value)
+    before = variable.get()
+    variable.set(value)
     try:
         yield
     finally:
-        variable.reset(token)
+        variable.set(before)  # a token would not do: what ends may run in another context
 
 
 @contextmanager

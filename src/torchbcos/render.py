@@ -42,15 +42,18 @@ def colour(
     """
     if style not in ("paper", "released"):
         raise ValueError(f"`style` (={style!r}) must be 'paper' or 'released'.")
-    weights = e.weights.detach().float().cpu()
+    weights = e.weights.detach().cpu()
     if weights.shape[2] not in (2, 6):
         raise ValueError(
             f"`e` has weights of {weights.shape[2]} channels, which are no colours: pictures need "
             "encoded grey (2) or colour (6) images; use render.contributions."
         )
+    # Colours and opacity are relative, but squares of small or large weights are no numbers.
+    largest = weights.abs().amax((2, 3, 4), keepdim=True)
+    weights = (weights / torch.where(largest > 0, largest, 1)).float()
     rgb = decode(weights).expand(-1, -1, 3, -1, -1)
     length = torch.linalg.vector_norm(weights, dim=2)  # [N, K, H, W]
-    contribution = e.contributions.detach().float().cpu()
+    contribution = e.contributions.detach().cpu()
     if style == "paper":
         alpha = length / _percentile(length, percentile)
         alpha = torch.where(contribution > 0, alpha, 0.0)

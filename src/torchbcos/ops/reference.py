@@ -48,7 +48,7 @@ def unit_rows(weight: Tensor) -> Tensor:
 
 
 def _apply(function: Any, tensor: Tensor, *rest: Any) -> Any:
-    """`function.apply`, without the cost of an autograd function where nothing is derived."""
+    """`function.apply`, without the cost of an autograd function where no gradient is needed."""
     run = function.forward if _only_values(tensor) else function.apply
     return run(tensor, *rest)
 
@@ -99,7 +99,7 @@ def _squares_summed(x: Tensor, dim: int | list[int]) -> Tensor:
 
 
 def _only_values(x: Tensor) -> bool:
-    """Whether nobody but a CPU looks at what is computed now: no derivative, compiler or vmap."""
+    """Whether plain values on a CPU are all that is wanted: no gradient, compiler or vmap."""
     return not (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
@@ -108,6 +108,12 @@ def _only_values(x: Tensor) -> bool:
         or x.device.type != "cpu"
         or torch._C._functorch.is_functorch_wrapped_tensor(x)
     )
+
+
+def _is_batched(x: Tensor) -> bool:
+    """Whether vmap, the old one of `torch.autograd.grad` or another transform, holds it."""
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
 
 
 class _SumOfSquares(torch.autograd.Function):
@@ -262,7 +268,7 @@ def bcos_conv(
 def _scaled(lin: Tensor, sq_norm: Tensor, b: float, scale: float, hold: Hold | None) -> Tensor:
     if b == 1 or hold is None:
         exact = lin.dtype == accumulation_dtype(lin.dtype)
-        if b == 2 and exact and _only_values(lin) and lin.numel() >= LARGE * len(lin):
+        if b == 2 and exact and _only_values(lin) and lin.numel() >= LARGE * max(len(lin), 1):
             return _scaled_in_place(lin, scale / _norm(sq_norm))
         return bcos_scale(lin, sq_norm, b, scale)
     if hold is Tensor.detach:
@@ -369,7 +375,9 @@ class _BcosScale(torch.autograd.Function):
         if torch.is_grad_enabled():  # differentiable operations, to be differentiated again
             grad_lin = bcos_factor(lin, sq_norm, b, scale * b) * wide_grad
         else:
-            grad_lin = _constant_factor(lin, sq_norm, b, scale * b).mul_(wide_grad)
+            factor = _constant_factor(lin, sq_norm, b, scale * b)
+            own = not torch.compiler.is_compiling() and not _is_batched(wide_grad)
+            grad_lin = factor.mul_(wide_grad) if own else factor * wide_grad
         if ctx.needs_input_grad[1]:
             along = (grad_lin * wide_lin).sum_to_size(sq_norm.shape)
             grad_sq_norm = along * ((1 - b) / (2 * b)) / _or_one(sq_norm)

@@ -94,7 +94,7 @@ def smoothgrad(
     x = subject.x
     deviation = noise * (x.amax((1, 2, 3), keepdim=True) - x.amin((1, 2, 3), keepdim=True))
     generator = torch.Generator(x.device).manual_seed(seed)
-    total = torch.zeros((*subject.targets.shape, *x.shape[1:]), device=x.device)
+    total = x.new_zeros(*subject.targets.shape, *x.shape[1:])
     for _ in range(samples):
         # One image's noise for all: the result does not depend on what else is in the batch.
         drawn = torch.randn(x.shape[1:], generator=generator, device=x.device, dtype=x.dtype)
