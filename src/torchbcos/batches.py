@@ -229,7 +229,7 @@ def find_damaged(
     """
     digest = _digest(images.files)
     if record is not None and record.exists():
-        known = json.loads(record.read_text())
+        known = json.loads(record.read_bytes())
         if known["files"] == digest:
             return {int(i): words for i, words in known["damaged"].items()}
     chunks = [range(i, min(i + 256, len(images))) for i in range(0, len(images), 256)]

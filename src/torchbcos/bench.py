@@ -274,7 +274,7 @@ class Results:
 
     def _read(self) -> None:
         try:
-            document = json.loads(self.path.read_text(encoding="utf-8"))
+            document = json.loads(self.path.read_bytes())
             runs = document["runs"]
             self.rows = [(m, runs[m.pop("run")]) for m in document["measurements"]]
         except (ValueError, KeyError, TypeError, IndexError):

@@ -123,7 +123,7 @@ def _say(words: str) -> None:
 def _print_results(trials: list[Trial], reported: str) -> None:
     table = Table("experiment", "accuracy", reported, "localisation", "training")
     for trial in trials:
-        found = json.loads(trial.result.read_text())
+        found = json.loads(trial.result.read_bytes())
         ours = found["localisation"]["methods"].get("ours")
         table.add_row(
             trial.name,

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from torchbcos.evidence import cores
 from torchbcos.image_sets import DataError, ImageFiles, Images, ImageSet, Split
 from torchbcos.images import ImageError, image_size
 from torchbcos.shapes import Shapes, shapes
@@ -38,7 +39,7 @@ PACKED = "packed.json"
 
 def default_workers() -> int:
     """How many processes read images when nobody says."""
-    return min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
+    return min(16, cores())
 
 
 def open_data(
@@ -105,11 +106,11 @@ def write_packed(split: Split, folder: Path) -> None:
         np.save(folder / f"{name}.npy", images.pixels.numpy())
         np.save(folder / f"{name}-labels.npy", images.labels.numpy())
     about = {"classes": split.classes, "skipped": split.skipped}
-    (folder / PACKED).write_text(json.dumps(about, indent=1))  # the last: now it is complete
+    (folder / PACKED).write_bytes(json.dumps(about, indent=1).encode())  # last: now all is there
 
 
 def _packed(folder: Path, size: int | None) -> Split:
-    about = json.loads((folder / PACKED).read_text())
+    about = json.loads((folder / PACKED).read_bytes())
 
     def read(name: str, skipped: Sequence[str] = ()) -> Images:
         arrays = [np.load(folder / f"{name}{end}.npy", mmap_mode="c") for end in ("", "-labels")]

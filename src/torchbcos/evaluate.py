@@ -36,8 +36,8 @@ def open_as_trained(
     height, width = model.input_size
     if not size and height != width:
         raise ValueError(
-            f"`model` (of {height}×{width} px) takes no squares, as which data sets are read: make "
-            "a torchbcos.data.Images of its size yourself."
+            f"`model` (of {height}×{width} px) takes no squares, and data sets are read as "
+            "squares: make a torchbcos.data.Images of its size yourself."
         )
     config = model.provenance.get("config", {})
     bad, part = config.get("bad", "fail"), config.get("test_part", 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["command", "commit", "device_name", "without_home"]
+__all__ = ["command", "commit", "cores", "device_name", "without_home"]
 
 
 def command(*program: str) -> str:
@@ -31,6 +32,11 @@ def commit() -> str:
     if head.returncode:
         return "unknown"
     return head.stdout.strip() + (" with changes in src" if changed.returncode else "")
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def without_home(words: str) -> str:

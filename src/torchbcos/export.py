@@ -69,12 +69,12 @@ def export(
 ) -> Exported:
     """Write `model` to an ONNX file; onnxruntime must compute from it what torch computes.
 
-    The file takes `images` [batch, 3, H, W] in 0..1, and `targets` [batch], the class to explain
+    The file takes `images` [batch, C, H, W] in 0..1, and `targets` [batch], the class to explain
     for each, -1 for the predicted one. It gives `logits` [batch, K]; `explained` [batch], the
-    classes; `weights` [batch, 6, H, W], their rows of W(x); `contributions` [batch, H, W]; `bias`
-    [batch]; and `picture`, uint8 RGBA [batch, H, W, 4]. Without `explanation` it takes images and
-    gives logits alone. A batch may have any length; images are of the model's own size, or of
-    `size` pixels. The names of the classes are in the file's metadata.
+    classes; `weights` [batch, 2C, H, W], their rows of W(x); `contributions` [batch, H, W]; `bias`
+    [batch]; and, for grey and colour images, `picture`, uint8 RGBA [batch, H, W, 4]. Without
+    `explanation` it takes images and gives logits alone. A batch may have any length; images are of
+    the model's own size, or of `size` pixels. The names of the classes are in the file's metadata.
     """
     for package in PACKAGES:
         if find_spec(package) is None:

@@ -15,8 +15,8 @@ __all__ = ["freeze_all_but_the_head", "head_names", "with_new_head"]
 def with_new_head(
     model: BcosModel, classes: Sequence[str], input_size: tuple[int, int] | None = None
 ) -> BcosModel:
-    """`model` for `classes`: all weights and every γ kept but the classifier's weights, b as for a
-    new model; T is for `calibrate(…, only_temperature=True)` to set."""
+    """`model` for `classes`: all weights and every γ kept but the classifier's weights, the bias of
+    the logits as for a new model; T is for `calibrate(…, only_temperature=True)` to set."""
     new = _again(model, len(classes), input_size or model.input_size)
     names = head_names(model)
     own = new.state_dict()

@@ -38,8 +38,6 @@ def write_report(
     classes: Sequence[str],
     game: Game,
     out: Path,
-    *,
-    examples: int = 6,
 ) -> Path:
     """Write scores.json, the plots, the figure images × methods and page.html; return the page.
 
@@ -55,9 +53,8 @@ def write_report(
         sections.append(_plot_section("Accuracy and localisation over B", out / "b.png", figure))
     sections.append(_table(played))
     chosen = [METHODS[m.method] for m in played[0].methods]
-    if examples:
-        figure = qualitative_figure(models[0], sets[0], played[0], classes, chosen, game, examples)
-        sections.append(_plot_section("Images and methods", out / "methods.png", figure))
+    figure = qualitative_figure(models[0], sets[0], played[0], classes, chosen, game)
+    sections.append(_plot_section("Images and methods", out / "methods.png", figure))
     for p, model, images in zip(played, models, sets, strict=True):
         sections += extreme_grids(p, model, images, classes, game)
     page = out / "page.html"

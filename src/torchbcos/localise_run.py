@@ -302,7 +302,7 @@ def _stored(path: Path | None, identity: dict[str, Any]) -> tuple[list[list[floa
     if path is None or not path.exists():
         return [], 0.0
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_bytes())
         if document["identity"] != json.loads(json.dumps(identity)):
             return [], 0.0
         return document["scores"], float(document["seconds"])

@@ -36,6 +36,14 @@ def _variance(x: Tensor, dims: Sequence[int]) -> Tensor:
     return wide.var(tuple(dims), correction=0, keepdim=True)
 
 
+def _check_channels(input: Tensor, channels: int) -> None:
+    if input.dim() < 2 or input.shape[1] != channels:
+        raise ValueError(
+            f"`input` (shape {tuple(input.shape)}) must have {channels} channels in its second "
+            "dimension."
+        )
+
+
 def _check_end(input: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(input.shape[-len(shape) :]) != shape:
         raise ValueError(f"`input` (shape {tuple(input.shape)}) must end in {shape}.")
@@ -201,11 +209,7 @@ class UncentredGroupNorm(nn.GroupNorm):
         _reset_affine(self.weight, self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dim() < 2 or input.shape[1] != self.num_channels:
-            raise ValueError(
-                f"`input` (shape {tuple(input.shape)}) must have {self.num_channels} channels in "
-                "its second dimension."
-            )
+        _check_channels(input, self.num_channels)
         grouped = input.unflatten(1, (self.num_groups, -1))
         dims = range(2, grouped.dim())
         per_group = (1, self.num_groups, -1) + (1,) * (input.dim() - 2)
@@ -250,11 +254,7 @@ class UncentredPositionNorm(nn.Module):
         _reset_affine(self.weight, self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dim() < 2 or input.shape[1] != self.num_channels:
-            raise ValueError(
-                f"`input` (shape {tuple(input.shape)}) must have {self.num_channels} channels in "
-                "its second dimension."
-            )
+        _check_channels(input, self.num_channels)
         per_channel = (1, -1) + (1,) * (input.dim() - 2)
         variance, centred_over = _variance(input, [1]), (1,) if self.centred else ()
         return _normalise(

@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["APART", "INK", "LineStyle", "accuracy_and_localisation", "curves", "score_boxes"]
+__all__ = [
+    "APART",
+    "INK",
+    "OURS",
+    "LineStyle",
+    "accuracy_and_localisation",
+    "curves",
+    "score_boxes",
+]
 
 BESIDE = 16  # boxes in one row of panels
 OURS, OTHER, INK = "#d62728", "#8fa3bf", "#1d2330"
@@ -25,7 +33,6 @@ def score_boxes(
     *,
     means: Mapping[str, Mapping[str, float]] | None = None,
     chance: float | None = None,
-    highlight: str = "Ours",
 ) -> Figure:
     """One panel for each model, one box for each method: median, quartiles, 5 % to 95 %.
 
@@ -46,7 +53,7 @@ def score_boxes(
         axes = fig.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axis, (title, methods) in zip(axes, panels.items(), strict=True):
         dots = [means[title][m] if means else float(np.mean(s)) for m, s in methods.items()]
-        special = [label.startswith(highlight) for label in methods]
+        special = [label.startswith("Ours") for label in methods]
         _boxes(axis, list(methods.values()), dots, special)
         axis.set_xticks(range(len(methods)), list(methods), rotation=40, ha="right")
         axis.set_title(title, fontsize=10)

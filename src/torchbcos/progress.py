@@ -80,8 +80,9 @@ class Journal:
 
     def __init__(self, out: Path, step: int) -> None:
         self.path = out / "metrics.jsonl"
-        if self.path.exists():  # what was measured after the state that is resumed stands again
-            lines = [line for line in self.path.read_text().splitlines() if line.strip()]
+        if self.path.exists():  # lines after the resumed step will be written again
+            text = self.path.read_text(encoding="utf-8")
+            lines = [line for line in text.splitlines() if line.strip()]
             if lines and not _is_json(lines[-1]):  # the process was killed while it wrote
                 lines.pop()
             kept = [line for line in lines if json.loads(line)["step"] <= step]
@@ -94,7 +95,7 @@ class Journal:
         self.board = SummaryWriter(str(out), purge_step=step + 1)
 
     def write(self, metrics: Mapping[str, float]) -> None:
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
         if self.board is not None:
             for name, value in metrics.items():

@@ -48,7 +48,11 @@ def list_recipes() -> dict[str, str]:
     'The synthetic shapes, on two CPU cores in two minutes'
     """
     return {
-        name: path.read_text().split("\n")[0].removeprefix("#").strip().removesuffix(".")
+        name: path.read_text(encoding="utf-8")
+        .split("\n")[0]
+        .removeprefix("#")
+        .strip()
+        .removesuffix(".")
         for name, path in sorted(_bundled().items())
     }
 
@@ -68,7 +72,7 @@ def _settings(recipe: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
             f"{' or '.join(close)}? torchbcos train --list shows all."
         )
     try:
-        settings = tomllib.loads(path.read_text())
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"`recipe` (={recipe!r}) is no valid TOML: {error}.") from error
     base = settings.pop("base", None)

@@ -1,4 +1,4 @@
-"""Data sets. `shapes` draws its own: objects on clutter, with the truth about where they are."""
+"""A drawn data set: shapes on clutter, with the truth about where they are."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchbcos.checkpoint import write_atomically
 from torchbcos.functional import bcos_linear
+from torchbcos.plots import INK, OURS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +31,7 @@ EXPONENTS = (1.0, 2.0, 4.0, 10.0, 30.0)
 RED_ANGLE, RED_RADIUS = 60.0, 4.0
 BLUE = {"blue on the left": (150.0, 3.0), "blue on the right": (5.0, 3.0)}  # degrees, radius
 SPREAD = 0.35
-_RED, _BLUE, _INK = "#d62728", "#1f5ab4", "#1d2330"
+_BLUE = "#1f5ab4"
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,12 @@ def figure(toy: Toy) -> Figure:
                 axis.set_title(problem.name, fontsize=10)
             middle = axes[row, 1]
             middle.plot(
-                toy.angles, toy.losses[p, row], color=_INK, linestyle=styles[p], lw=1.3,
+                toy.angles, toy.losses[p, row], color=INK, linestyle=styles[p], lw=1.3,
                 label=problem.name,
             )  # fmt: skip
             low = float(toy.losses[p, row].min())
-            middle.plot([float(toy.best[p, row])], [low], "o", color=_INK, ms=4)
-        middle.axvline(RED_ANGLE, color=_RED, lw=0.8, alpha=0.6)
+            middle.plot([float(toy.best[p, row])], [low], "o", color=INK, ms=4)
+        middle.axvline(RED_ANGLE, color=OURS, lw=0.8, alpha=0.6)
         middle.set_xlim(-180, 180)
         middle.set_xticks([-180, -90, 0, 90, 180])
         middle.spines[["top", "right"]].set_visible(False)
@@ -150,12 +151,12 @@ def figure(toy: Toy) -> Figure:
 
 def _draw_problem(axis: Any, problem: Problem, degrees: float) -> None:
     red = problem.labels == 1
-    for chosen, colour in ((red, _RED), (~red, _BLUE)):
+    for chosen, colour in ((red, OURS), (~red, _BLUE)):
         x, y = problem.points[chosen].T
         axis.scatter(x, y, s=5, color=colour, alpha=0.6, linewidths=0)
     end = 3 * math.cos(math.radians(degrees)), 3 * math.sin(math.radians(degrees))
     axis.annotate(
-        "", end, (0, 0), arrowprops={"arrowstyle": "-|>", "color": _INK, "lw": 1.8, "shrinkA": 0}
+        "", end, (0, 0), arrowprops={"arrowstyle": "-|>", "color": INK, "lw": 1.8, "shrinkA": 0}
     )
     axis.axhline(0, color="#d5d9e0", lw=0.7, zorder=0)
     axis.axvline(0, color="#d5d9e0", lw=0.7, zorder=0)

@@ -17,7 +17,10 @@ __all__ = ["TrainConfig"]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides the result. Defaults are the paper's for CIFAR-10 but for γ and T."""
+    """Everything that decides the result.
+
+    Defaults are the paper's for CIFAR-10, but for γ, T and the schedule: see the recipe `cifar10`.
+    """
 
     data: str  # "shapes", or a folder
     arch: str = "cifar9"  # for create_model; "conventional/NAME" for the network as it was

@@ -14,32 +14,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchbcos.ops import reference
-from torchbcos.ops.reference import (
-    Hold,
-    accumulation_dtype,
-    bcos_factor,
-    bcos_scale,
-    box_sum,
-    multiply,
-    sum_of_squares,
-    unit_rows,
-)
+from torchbcos.ops.reference import Hold, accumulation_dtype
 
 __all__ = [
     "accumulation_dtype",
     "add",
     "avg_pool2d",
     "bcos_conv",
-    "bcos_factor",
     "bcos_linear",
-    "bcos_scale",
-    "box_sum",
     "fused_augmentation",
     "fused_batch_norm",
     "fused_scale",
-    "multiply",
-    "sum_of_squares",
-    "unit_rows",
 ]
 
 
@@ -139,7 +124,7 @@ def fused_batch_norm(
 def fused_scale(
     x: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor | None:
-    """The same with a given variance, where there is a kernel for it and nothing is to learn."""
+    """`fused_batch_norm` with a given variance, where there is a kernel and nothing is to learn."""
     learns = any(t is not None and t.requires_grad for t in (x, weight, bias))
     if x.dim() != 4 or (learns and torch.is_grad_enabled()):
         return None

@@ -16,7 +16,7 @@ number of groups is `outer` in the first case and `inner` in the second; the oth
 import triton
 import triton.language as tl
 
-#: Sizes by whose divisors no faster code could be made.
+#: Sizes whose divisibility by 16 makes no faster code.
 GEOMETRY = ["in_h", "in_w", "out_h", "out_w"]
 
 

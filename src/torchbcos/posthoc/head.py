@@ -29,7 +29,7 @@ class Head:
 
     layer: str | None  # None: functions that pool, outside of any layer
     side: str  # "input" or "output"
-    call: int  # the how-manieth call in a forward pass, from 0
+    call: int  # which call in a forward pass, counted from 0
 
     @contextmanager
     def watched(

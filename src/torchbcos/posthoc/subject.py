@@ -36,8 +36,8 @@ def input_of(model: nn.Module, images: Tensor) -> Tensor:
 class Subject:
     """A model with the inputs and targets that are to be explained.
 
-    For a B-cos model the input is the encoded image, six channels: a baseline of zeros is then the
-    absence of any signal, not black. For a `Normalised` network the input is the
+    For a B-cos model the input is the encoded image, twice as many channels: a baseline of zeros is
+    then the absence of any signal, not black. For a `Normalised` network the input is the
     normalised image, and zeros are the mean colour.
     """
 

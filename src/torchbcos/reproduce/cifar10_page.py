@@ -20,6 +20,7 @@ from torchbcos.reproduce.tables import (
     accuracy,
     draw,
     evidence,
+    grids,
     listed,
     loss_curves,
     minutes,
@@ -193,7 +194,7 @@ def _post_hoc(found: Results, shown: set[str]) -> str:
             label,
             _score(bcos, key),
             _score(other, key, inherent=key == "ours"),
-            _grids(key, bcos, other),
+            grids(key, bcos, other),
         ]
         for key, label in labels.items()
     ]
@@ -312,11 +313,6 @@ def _score(r: Result | None, method: str, *, inherent: bool = False) -> str:
         return "–" if inherent else MISSING
     m = r.methods[method]
     return "{:.3f} ({:.3f} – {:.3f})".format(m["mean"], *m["interval"])
-
-
-def _grids(method: str, *results: Result | None) -> str:
-    counts = {r.methods[method]["grids"] for r in results if r and method in r.methods}
-    return ", ".join(map(str, sorted(counts)))
 
 
 def _total(r: Result | None) -> str:

@@ -13,7 +13,7 @@ from torchbcos.plots import score_boxes
 from torchbcos.posthoc import METHODS
 from torchbcos.reproduce.imagenet import ARCHITECTURES
 from torchbcos.reproduce.results import Result, Results, method_rank
-from torchbcos.reproduce.tables import MISSING, listed, table
+from torchbcos.reproduce.tables import MISSING, grids, listed, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,7 +87,7 @@ def localisation(found: Results, kinds: Kinds, shown: Kinds) -> str:
             parts.append("Missing.")
             continue
         rows = [
-            [label, *(median(r, key) for r in networks.values()), _grids(networks, key)]
+            [label, *(median(r, key) for r in networks.values()), grids(key, *networks.values())]
             for key, label in sorted(labels.items(), key=lambda pair: method_rank(pair[0]))
         ]
         parts.append(table(["method", *kinds.values(), "grids"], rows))
@@ -171,8 +171,3 @@ def median(r: Result | None, method: str) -> str:
     fewer = any(other["grids"] < m["grids"] for other in r.methods.values())
     first = f" ({m['median_of_first']:.3f})" if method == "ours" and fewer else ""
     return f"{m['quartiles'][1]:.3f}{first}"
-
-
-def _grids(networks: Mapping[str, Result | None], method: str) -> str:
-    counts = {r.methods[method]["grids"] for r in networks.values() if r and method in r.methods}
-    return ", ".join(map(str, sorted(counts)))

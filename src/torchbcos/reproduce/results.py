@@ -100,7 +100,7 @@ def read_repeats(folder: Path, experiments: Mapping[str, Experiment]) -> list[Re
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        document: dict[str, Any] = json.loads(path.read_text())
+        document: dict[str, Any] = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}): run it again.") from error
     return document

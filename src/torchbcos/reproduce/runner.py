@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from torchbcos.evidence import cores
 from torchbcos.interrupt import told_to_end
 from torchbcos.reproduce.trial import Trial
 from torchbcos.watch import TrainError
@@ -42,10 +43,14 @@ class Ended:
     trial: Trial
     code: int
 
-    def report(self, lines: int = 8) -> str:
+    def report(self) -> str:
         """Why it failed, from the end of its log."""
         log = self.trial.log
-        said = log.read_text(errors="replace").splitlines()[-lines:] if log.exists() else []
+        said = (
+            log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
+            if log.exists()
+            else []
+        )
         if self.code == MISTAKE:
             return f"{self.trial.name}: {said[-1]}"
         killed = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
@@ -66,7 +71,7 @@ def run_all(trials: Sequence[Trial], jobs: int, console: Console) -> list[Ended]
     waiting = [t for t in trials if t not in [e.trial for e in ended]]
     waiting.sort(key=lambda t: not t.experiment.compared)
     running: dict[str, tuple[Trial, BaseProcess]] = {}
-    threads = max(1, (os.cpu_count() or 1) // min(jobs, max(1, len(waiting))))
+    threads = max(1, cores() // min(jobs, max(1, len(waiting))))
     with told_to_end() as ending, _board(console) as show:
         try:
             while (waiting or running) and not ending():
@@ -188,7 +193,7 @@ class _Board:
         if one.code:
             self._print(f"{one.trial.name:<26} failed: see {one.trial.log}")
             return
-        found = json.loads(one.trial.result.read_text())
+        found = json.loads(one.trial.result.read_bytes())
         ours = found["localisation"]["methods"].get("ours")
         self._print(
             f"{one.trial.name:<26} {found['accuracy']:.2%}"
@@ -203,14 +208,14 @@ class _Board:
 def _standing(trial: Trial) -> tuple[int, str]:
     """Tenths of the training that are done, 11 after it, and a line."""
     path, epochs = trial.folder / "metrics.jsonl", trial.config.epochs
-    text = path.read_text() if path.exists() else ""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = [json.loads(line) for line in text.splitlines(True)[-2:] if line.endswith("\n")]
     if not lines:
         return 0, f"{trial.name:<26} starting"
     last = lines[-1]
     epoch, accuracy = last["epoch"], last["test_accuracy"]
     if epoch >= epochs:
-        said = trial.log.read_text(errors="replace").splitlines()[-1:]
+        said = trial.log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
         scored = "".join(line for line in said if " grids" in line)
         return 11, f"{trial.name:<26} {accuracy:.2%}  trained; the pointing game  {scored}"
     before = lines[0] if len(lines) == 2 else {"epoch": 0.0, "seconds": 0.0}

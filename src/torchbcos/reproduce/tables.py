@@ -21,6 +21,7 @@ __all__ = [
     "difference",
     "draw",
     "evidence",
+    "grids",
     "listed",
     "loss_curves",
     "minutes",
@@ -43,6 +44,12 @@ def accuracy(r: Result | None) -> str:
 
 def difference(r: Result | None, base: Result | None) -> str:
     return f"{r.accuracy - base.accuracy:+.2f}" if r and base else ""
+
+
+def grids(method: str, *results: Result | None) -> str:
+    """On how many grids the method was scored, in each of the results that have it."""
+    counts = {r.methods[method]["grids"] for r in results if r and method in r.methods}
+    return ", ".join(map(str, sorted(counts)))
 
 
 def minutes(r: Result) -> str:

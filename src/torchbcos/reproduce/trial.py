@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,7 @@ from torchbcos.baseline import to_explain
 from torchbcos.checkpoint import load, save, write_atomically
 from torchbcos.data import ImageSet, Split, open_data
 from torchbcos.evaluate import evaluate
-from torchbcos.evidence import without_home
+from torchbcos.evidence import cores, without_home
 from torchbcos.localise import plan_grids
 from torchbcos.localise_run import Game, MethodScores, play
 from torchbcos.models import BcosModel, create_model
@@ -99,7 +98,7 @@ class Trial:
         """Whether the result is there; one of other settings is an error."""
         if not self.result.exists():
             return False
-        document = json.loads(self.result.read_text())
+        document = json.loads(self.result.read_bytes())
         for name, value in self._settings().items():
             made = document["config"].get(name, value)
             if made != value and name != "data":
@@ -143,7 +142,7 @@ class Trial:
         path = self.folder / "evidence.json"  # of the training, which other commands may score
         if not path.exists():
             _write(path, of_scores)
-        of_training = json.loads(path.read_text())
+        of_training = json.loads(path.read_bytes())
         model = self._trained(console).to(device)
         model.to(memory_format=torch.channels_last)
         images = self._test_split().test.to(device)
@@ -194,7 +193,7 @@ class Trial:
         """
         if not self.result.exists():
             return {}
-        scored = json.loads(self.result.read_text())["localisation"]["methods"]
+        scored = json.loads(self.result.read_bytes())["localisation"]["methods"]
         stored = {path.stem for path in (self.folder / "scores").glob("*.json")}
         every = replace(self, methods=("all",)).wanted()
         return {
@@ -228,7 +227,7 @@ class Trial:
         return open_data(self.config.data, only="test", **self.config.reading)
 
     def _curve(self) -> dict[str, list[float]]:
-        lines = [json.loads(x) for x in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(x) for x in (self.folder / "metrics.jsonl").read_bytes().splitlines()]
         names = "epoch train_loss train_accuracy test_loss test_accuracy seconds".split()
         return {name: [float(f"{line[name]:.5g}") for line in lines] for name in names}
 
@@ -298,10 +297,9 @@ def _scaling(model: BcosModel) -> dict[str, Any]:
 
 
 def _machine(device: str) -> dict[str, Any]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "hardware": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "cores": cores,
+        "cores": cores(),
         "torch": torch.__version__,
         "torchbcos": __version__,
         "python": platform.python_version(),
