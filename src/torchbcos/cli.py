@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from torchbcos import cli_localise, cli_reproduce, cli_serve
 from torchbcos._version import __version__
-from torchbcos.cli_common import as_text, check_file, console
+from torchbcos.cli_common import AsJson, Device, ModelName, as_text, check_file, console
 from torchbcos.cli_neurons import app as neurons_app
 
 app = typer.Typer(
@@ -30,6 +31,9 @@ errors = console(stderr=True)
 
 def main() -> None:
     """The entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # where it knows no γ or ⁺
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except (ValueError, TypeError) as error:
@@ -70,9 +74,7 @@ def _common(
 )
 def explain(
     images: Annotated[list[str], typer.Argument(help="Image files, folders or globs.")],
-    model: Annotated[
-        str, typer.Option(help="A model file, or a bundled name.", show_default="imagenette")
-    ] = "",
+    model: ModelName = "",
     classes: Annotated[
         str, typer.Option(help="Explain these: names or numbers, comma-separated.")
     ] = "",
@@ -87,8 +89,8 @@ def explain(
     ] = "paper",
     size: Annotated[int, typer.Option(help="Pixels; 0 for the model's own size.", min=0)] = 0,
     out: Annotated[Path, typer.Option(help="Folder for pictures and page.")] = Path("out"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
+    as_json: AsJson = False,
+    device: Device = "cpu",
 ) -> None:
     """Explain images: a table of classes, pictures, and a page that shows them side by side."""
     from torchbcos.album import Request, make_album
@@ -158,7 +160,7 @@ def convert(
         bool, typer.Option(help="Keep operations that break W(x)·x + bias = output.")
     ] = False,
     each: Annotated[bool, typer.Option(help="List every operation, not only how many.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Convert an architecture and print what became of each of its operations."""
     from torchbcos.models import create_model
@@ -278,11 +280,9 @@ def train(
 )
 def evaluate(
     data: Annotated[str, typer.Option(help="'shapes', a CIFAR-10 folder, or class folders.")],
-    model: Annotated[
-        str, typer.Option(help="A model file, or a bundled name.", show_default="imagenette")
-    ] = "",
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    model: ModelName = "",
+    device: Device = "cpu",
+    as_json: AsJson = False,
 ) -> None:
     """The accuracy of a model on the test images of a data set."""
     from torchbcos.checkpoint import default_name, load
@@ -316,9 +316,7 @@ app.command(
 
 @app.command(epilog="Example: torchbcos export --model imagenette --out imagenette.onnx")
 def export(
-    model: Annotated[
-        str, typer.Option(help="A model file, or a bundled name.", show_default="imagenette")
-    ] = "",
+    model: ModelName = "",
     out: Annotated[Path, typer.Option(help="The ONNX file.")] = Path("model.onnx"),
     size: Annotated[
         int, typer.Option(help="Pixels of its images; 0 for the model's own size.", min=0)
@@ -326,7 +324,7 @@ def export(
     explanation: Annotated[
         bool, typer.Option(help="Also W(x), contributions and picture of a class.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a model as ONNX, which explains images without torch; checked with onnxruntime."""
     from torchbcos.checkpoint import default_name, load
@@ -362,7 +360,7 @@ app.command(epilog="Example: torchbcos serve examples/photos --browse")(cli_serv
 
 @app.command(epilog="Example: torchbcos bench --device cuda --only training,captured")
 def bench(
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
+    device: Device = "cpu",
     only: Annotated[
         str,
         typer.Option(

@@ -1,12 +1,20 @@
-"""What commands share: words as they are, and what is checked before any work."""
+"""What commands share: options, words as they are, and what is checked before any work."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.text import Text
+
+ModelName = Annotated[
+    str, typer.Option(help="A model file, or a bundled name.", show_default="imagenette")
+]
+Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")]
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from torchbcos.cli_common import as_text, check_folder, console
+from torchbcos.cli_common import AsJson, Device, ModelName, as_text, check_folder, console
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,9 +26,7 @@ errors = console(stderr=True)
 
 def localise(
     data: Annotated[str, typer.Option(help="'shapes', a CIFAR-10 folder, or class folders.")],
-    model: Annotated[
-        str, typer.Option(help="A model file, or a bundled name.", show_default="imagenette")
-    ] = "",
+    model: ModelName = "",
     baseline: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,8 +59,8 @@ def localise(
     seed: Annotated[int, typer.Option(help="Of the random choice of classes.")] = 42,
     batch: Annotated[int, typer.Option(help="Grids at once.", min=1)] = 8,
     out: Annotated[Path, typer.Option(help="Folder for scores, plots, page.")] = Path("localise"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
+    as_json: AsJson = False,
+    device: Device = "cpu",
 ) -> None:
     """Play the grid pointing game: do explanations point at the image of their class?
 
@@ -121,7 +119,7 @@ def toy(
     b: Annotated[str, typer.Option("--b", help="Exponents, comma-separated.")] = "1,2,4,10,30",
     points: Annotated[int, typer.Option(help="Points in each cluster.", min=1)] = 100,
     seed: Annotated[int, typer.Option(help="Of the random points.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """One B-cos unit in the plane: where do its best weights point, as B grows?"""
     from torchbcos.toy import RED_ANGLE, solve, write

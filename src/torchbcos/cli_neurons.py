@@ -11,7 +11,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from torchbcos.cli_common import as_text, check_file, console
+from torchbcos.cli_common import AsJson, Device, ModelName, as_text, check_file, console
 
 if TYPE_CHECKING:
     from torchbcos.data import ImageSet, Split
@@ -28,9 +28,7 @@ app = typer.Typer()
 def neurons(
     context: typer.Context,
     data: Annotated[str, typer.Option(help="'shapes', a CIFAR-10 folder, or class folders.")] = "",
-    model: Annotated[
-        str, typer.Option(help="A model file, or a bundled name.", show_default="imagenette")
-    ] = "",
+    model: ModelName = "",
     layers: Annotated[
         str, typer.Option(help="Names or patterns, comma-separated; else all B-cos layers.")
     ] = "",
@@ -45,7 +43,7 @@ def neurons(
     ] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("neurons.safetensors"),
     resume: Annotated[bool, typer.Option(help="Continue a run that was interrupted.")] = False,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
+    device: Device = "cpu",
     devices: Annotated[int, typer.Option(help="Processes on each machine.", min=1)] = 1,
     machines: Annotated[int, typer.Option(help="Machines that share the work.", min=1)] = 1,
 ) -> None:
@@ -100,8 +98,8 @@ def show(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("neurons.html"),
     model: Annotated[str, typer.Option(help="Where the model is now, if it moved.")] = "",
     data: Annotated[str, typer.Option(help="Where the images are now, if they moved.")] = "",
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    device: Device = "cpu",
+    as_json: AsJson = False,
 ) -> None:
     """A page with the best images of units, what each saw in them, and their classes."""
     from torchbcos.checkpoint import write_atomically

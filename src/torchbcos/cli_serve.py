@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from torchbcos.cli_common import console
+from torchbcos.cli_common import Device, ModelName, console
 
 output = console()
 errors = console(stderr=True)
@@ -20,16 +20,14 @@ def serve(
     images: Annotated[
         list[str] | None, typer.Argument(help="Images to offer: files, folders or globs.")
     ] = None,
-    model: Annotated[
-        str, typer.Option(help="A model file, or a bundled name.", show_default="imagenette")
-    ] = "",
+    model: ModelName = "",
     host: Annotated[
         str,
         typer.Option(help="Where to listen; 0.0.0.0 admits other machines, without a password."),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 for any free one.", min=0, max=65535)] = 8000,
     browse: Annotated[bool, typer.Option(help="Open the page in a browser.")] = False,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, …")] = "cpu",
+    device: Device = "cpu",
 ) -> None:
     """Explore a model on a page: classes, contributions, differences and inner units of images."""
     from torchbcos.checkpoint import default_name, load
