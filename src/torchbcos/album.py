@@ -206,7 +206,7 @@ def _show(
     used: set[str],
 ) -> tuple[Section, Result]:
     pictures, maps = render.colour(e, style=request.style)[0], render.contributions(e)[0]
-    photo = (image.expand(3, -1, -1).permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
+    photo = render.photo(image)
     groups = [[Panel("input", photo, f"{photo.shape[1]}×{photo.shape[0]} px")]]
     files, rows = [], []
     out.mkdir(parents=True, exist_ok=True)

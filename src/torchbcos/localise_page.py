@@ -87,7 +87,7 @@ def qualitative_figure(
     fig = Figure(figsize=(1.35 * (len(methods) + 1), 1.35 * len(first) + 0.4), layout="constrained")
     axes = fig.subplots(len(first), len(methods) + 1, squeeze=False)
     for row, image in enumerate(pixels.cpu()):
-        axes[row, 0].imshow(_photo(image))
+        axes[row, 0].imshow(render.photo(image))
         axes[row, 0].set_ylabel(classes[int(labels[row])][:18], fontsize=8)
     for column, method in enumerate(methods, start=1):
         seen = game.given(model, method)
@@ -118,7 +118,7 @@ def extreme_grids(
         for g in chosen.tolist():
             grids, labels = grid_images(images, played.plan[g : g + 1], game.n)
             pictures = _pictures(method, game.given(model, method), grids, labels.cpu())[0]
-            panels = [Panel("input", _small(_photo(grids[0])), f"mean score {means[g]:.2f}")]
+            panels = [Panel("input", _small(render.photo(grids[0])), f"mean score {means[g]:.2f}")]
             panels += [
                 Panel(classes[int(label)], _small(_lined(pictures[k], game.n, k)), f"{score:.2f}")
                 for k, (label, score) in enumerate(zip(labels[0], best.scores[g], strict=True))
@@ -144,12 +144,6 @@ def _pictures(method: Method, model: nn.Module, images: Tensor, targets: Tensor)
     if method.name == "rise":  # all its values are positive: show where they are above the least
         maps = maps - maps.amin((-2, -1), keepdim=True)
     return render.signed(maps)
-
-
-def _photo(image: Tensor) -> np.ndarray:
-    pixels = image.detach().float().cpu().clamp(0, 1)
-    pixels = pixels.expand(3, -1, -1) if len(pixels) == 1 else pixels[:3]
-    return (pixels.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
 
 
 def _small(picture: np.ndarray) -> np.ndarray:

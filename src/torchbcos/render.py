@@ -16,7 +16,7 @@ from torchbcos.explanation import Explanation
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["colour", "contributions", "delta", "figure", "overlay", "signed"]
+__all__ = ["colour", "contributions", "delta", "figure", "overlay", "photo", "signed"]
 
 PERCENTILE = 99.5
 RED, BLUE = (214, 39, 40), (31, 90, 180)
@@ -137,6 +137,17 @@ def overlay(images: Tensor, pictures: np.ndarray, *, fade: float = 0.3) -> np.nd
     return _bytes(torch.from_numpy(top * ground))
 
 
+def photo(image: Tensor) -> np.ndarray:
+    """An image [C, H, W] in 0..1 as uint8 RGB [H, W, 3]; of other channels than 1 the first three.
+
+    >>> photo(torch.ones(1, 2, 2)).shape
+    (2, 2, 3)
+    """
+    pixels = image.detach().float().cpu().clamp(0, 1)
+    pixels = pixels.expand(3, -1, -1) if len(pixels) == 1 else pixels[:3]
+    return _bytes(pixels.permute(1, 2, 0))
+
+
 def figure(
     images: Tensor,  # [N, C, H, W] in 0..1
     e: Explanation,
@@ -165,10 +176,8 @@ def figure(
     fig = Figure(figsize=(1.9 * columns, 2.1 * n), layout="constrained")
     axes = fig.subplots(n, columns, squeeze=False)
     pictures, heat = colour(e, style=style), contributions(e)
-    shown = images.detach().float().cpu().clamp(0, 1)
-    shown = shown.expand(-1, 3, -1, -1) if shown.shape[1] == 1 else shown[:, :3]
     for row in range(n):
-        axes[row, 0].imshow(shown[row].permute(1, 2, 0).numpy())
+        axes[row, 0].imshow(photo(images[row]))
         axes[row, 0].set_title("input", fontsize=9)
         for t in range(k):
             title = f"{target_name(e, row, t, names)}  {e.outputs[row, t].item():.2f}"

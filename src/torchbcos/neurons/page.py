@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from torchbcos import render
 from torchbcos.neurons.collecting import ImageSet
 from torchbcos.neurons.sheet import Sheet, Sight
 from torchbcos.neurons.table import Neurons
@@ -132,9 +133,7 @@ def _sprite(pictures: list[np.ndarray]) -> str:
 
 
 def _image(images: ImageSet, index: int) -> str:
-    values = images.batch(torch.tensor([index]))[0][0].float().cpu()
-    pixels = (values.expand(3, -1, -1).permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
-    picture = Image.fromarray(pixels)
+    picture = Image.fromarray(render.photo(images.batch(torch.tensor([index]))[0][0]))
     lossless = max(picture.size) <= LOSSLESS
     picture.thumbnail((LARGEST, LARGEST))
     return _data(picture, lossless)

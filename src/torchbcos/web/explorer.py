@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,7 +95,7 @@ class Explorer:
         )
 
     def thumbnail(self, index: int) -> bytes:
-        return _png(read_image(self._sample(index), (96, 96)))
+        return png(render.photo(read_image(self._sample(index), (96, 96))))
 
     def _sample(self, index: int) -> Path:
         if not 0 <= index < len(self.samples):
@@ -134,7 +133,7 @@ class Explorer:
 
     def picture_of_image(self, key: str) -> bytes:
         with self._lock:
-            return _png(self._image(key).image[0].cpu())
+            return png(render.photo(self._image(key).image[0]))
 
     # Classes.
 
@@ -253,8 +252,3 @@ class _NamedBytes(io.BytesIO):
 
     def __str__(self) -> str:
         return self.name
-
-
-def _png(image: Tensor) -> bytes:  # [C, H, W]
-    pixels = (image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-    return png(np.repeat(pixels, 3, 2) if pixels.shape[2] == 1 else pixels)
