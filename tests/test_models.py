@@ -1,5 +1,6 @@
 """Models by name: the paper's numbers, sizes of all kinds, and what users get wrong."""
 
+import contextlib
 import copy
 import functools
 import math
@@ -14,6 +15,7 @@ from torch import nn
 import torchbcos as tb
 from cases import mode
 from oracle import TOLERANCE, assert_agrees
+from torchbcos.models import in_mode
 
 EXPLAINED = 3  # targets explained where all of them would only cost time
 
@@ -467,6 +469,17 @@ def test_a_compiled_model_can_be_explained():
     model, x = small_model(), images(2, 16)
     compiled = torch.compile(model, backend="aot_eager")
     assert torch.equal(tb.explain(compiled, x).weights, tb.explain(model, x).weights)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_mode_lasts_as_long_as_its_context_whatever_ends_it(training):
+    model = small_model().train()
+    model.network.get_submodule("1").eval()
+    before = [m.training for m in model.modules()]
+    with contextlib.suppress(KeyboardInterrupt), in_mode(model, training):
+        assert {m.training for m in model.modules()} == {training}
+        raise KeyboardInterrupt
+    assert [m.training for m in model.modules()] == before
 
 
 def test_a_copy_is_equal_and_independent():

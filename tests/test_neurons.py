@@ -254,9 +254,10 @@ def test_the_state_has_the_size_it_says_whatever_the_number_of_images(
 
 def test_a_model_in_training_is_looked_at_as_in_use_and_stays_in_training(images, tmp_path):
     model = small_model(norm="uncentred").train()
+    frozen = model.network.get_submodule("1").eval()
     found = neurons.collect(model, images, tmp_path / "n", top=TOP)
     (sheet,) = neurons.sheets(model, images, found, [("9", 1)], first=1, rest=0)
-    assert model.training
+    assert [m for m in model.modules() if not m.training] == [frozen]
     x = images.batch(torch.tensor([sheet.first[0].image]))[0]
     e = tb.explain(model.eval(), x, layer="9", unit=1)
     assert sheet.first[0].value == pytest.approx(e.outputs.item(), rel=1e-5)

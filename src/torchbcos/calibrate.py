@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosLayer
-from torchbcos.models import BcosModel
+from torchbcos.models import BcosModel, in_mode
 
 __all__ = ["LayerSignal", "Signal", "calibrate", "signal"]
 
@@ -183,11 +183,5 @@ def _watching(
 @contextmanager
 def _as_in_training(model: BcosModel) -> Iterator[None]:
     """Batch statistics and auxiliary classifiers as in training; nothing is tracked or changed."""
-    modes = {m: m.training for m in model.modules()}
-    try:
-        model.train()
-        with torch.no_grad(), explanation_mode():
-            yield
-    finally:
-        for m, training in modes.items():
-            m.training = training
+    with in_mode(model, training=True), torch.no_grad(), explanation_mode():
+        yield

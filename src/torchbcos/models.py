@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ __all__ = [
     "ConventionalModel",
     "convert",
     "create_model",
+    "in_mode",
     "list_models",
 ]
 
@@ -151,6 +153,18 @@ class ConventionalModel(BcosModel):
     def from_encoded(self, encoded: Tensor) -> Tensor | tuple[Tensor, ...]:
         colours = encoded.chunk(2, dim=1)[0]
         return self.from_outputs(self.network((colours - self.mean) / self.deviation))
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in training or in evaluation, and afterwards each of its modules as it was."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        model.train(training)
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
 
 
 def default_logit_bias(num_classes: int | None) -> float:

@@ -12,8 +12,7 @@ import fnmatch
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,12 +25,12 @@ from torchbcos.batches import at_once
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.interrupt import told_to_end
 from torchbcos.layout import channel_axis
-from torchbcos.models import BcosModel, ConventionalModel
+from torchbcos.models import BcosModel, ConventionalModel, in_mode
 from torchbcos.neurons.table import Layer, Neurons, NeuronsError, write
 from torchbcos.neurons.tally import Saved, Seen, Tally
 from torchbcos.tap import layer_names, watch
 
-__all__ = ["ImageSet", "collect", "evaluating", "fingerprint", "memory_bound"]
+__all__ = ["ImageSet", "collect", "fingerprint", "memory_bound"]
 
 BATCH = 64  # images that are looked at together, unless they are large ones on a CPU
 
@@ -96,7 +95,7 @@ def collect(
     names = _class_names(model, classes, labels)
     if batch is None:
         batch = min(BATCH, at_once(images.batch(torch.tensor([0]))[0].shape[2:], _device(model)))
-    with evaluating(model), told_to_end() as ending:
+    with in_mode(model, training=False), told_to_end() as ending:
         chosen = _chosen(model, images, layers)
         identity = {
             "count": count,
@@ -263,14 +262,3 @@ def _device(model: BcosModel) -> torch.device:
 def _encoded(model: BcosModel, images: Tensor) -> Tensor:
     weight = next(model.parameters())
     return encode(images.to(weight.device, weight.dtype, non_blocking=True))
-
-
-@contextmanager
-def evaluating(model: BcosModel) -> Iterator[None]:
-    """The model in evaluation mode, and afterwards as it was."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

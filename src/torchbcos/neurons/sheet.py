@@ -12,8 +12,8 @@ from torch import Tensor
 from torchbcos import render
 from torchbcos.explain import explain
 from torchbcos.explanation import Explanation
-from torchbcos.models import BcosModel
-from torchbcos.neurons.collecting import ImageSet, evaluating, fingerprint
+from torchbcos.models import BcosModel, in_mode
+from torchbcos.neurons.collecting import ImageSet, fingerprint
 from torchbcos.neurons.table import Layer, Neurons, NeuronsError, Ranked
 
 __all__ = ["Sheet", "Sight", "sheets"]
@@ -82,7 +82,7 @@ def sheets(
             )
         numbers = known.images[unit, : first + rest].long()
         seen = _Pass(model, images, neurons, known.layer, unit, numbers, size)
-        with evaluating(model):
+        with in_mode(model, training=False):
             sights = seen.sights(known.positions[unit, : len(numbers)])
             _check(known.values[unit, : len(numbers)], sights, neurons)
             others: tuple[Sight | None, ...] = (None,) * len(sights[:first])
