@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosLayer
-from torchbcos.models import BcosModel, in_mode
+from torchbcos.models import BcosModel, in_mode, refuse_conventional
 
 __all__ = ["LayerSignal", "Signal", "calibrate", "signal"]
 
@@ -55,6 +55,7 @@ def calibrate(
     >>> round(tb.signal(tb.calibrate(model, images), images).logits, 3)
     0.05
     """
+    refuse_conventional(model, "has no γ to set")
     check_images(images, model.in_channels)
     check_values(images)
     if not (math.isfinite(logit_rms) and logit_rms > 0):
@@ -128,6 +129,7 @@ def signal(model: BcosModel, images: Tensor) -> Signal:
     >>> found.layers[0].name, 0 < found.layers[0].cosine < 1
     ('0', True)
     """
+    refuse_conventional(model, "has no B-cos layers to look at")
     check_images(images, model.in_channels)
     check_values(images)
     names = {layer: name for name, layer in model.bcos_layers()}

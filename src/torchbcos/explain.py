@@ -23,7 +23,7 @@ from torchbcos.encoding import begin_check_values, check_images, encode
 from torchbcos.explanation import Explanation
 from torchbcos.functional import collect_offsets, record_factors, replay_factors
 from torchbcos.layout import tap_with_axis
-from torchbcos.models import BcosModel
+from torchbcos.models import BcosModel, refuse_conventional
 from torchbcos.tap import node_of, tap
 from torchbcos.targets import Targets, resolve_targets, targets_of_chunk
 from torchbcos.wrappers import check_together, unwrapped
@@ -89,6 +89,7 @@ def explain(
     if not units:
         raise ValueError("`unit` (=[]) must hold at least one unit.")
     if layer is not None:
+        refuse_conventional(model, "W(x) of its layers does not sum up to their outputs")
         _warn_of_factor(getattr(model, "network", model), layer)
     if isinstance(targets, Tensor):
         targets = targets.cpu()  # now, so that the chunks need not wait for the device

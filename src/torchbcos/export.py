@@ -24,7 +24,7 @@ from torchbcos.encoding import decode
 from torchbcos.explain import explain, logits_of, network_input, rows_and_bias
 from torchbcos.explanation import Explanation
 from torchbcos.functional import collect_offsets
-from torchbcos.models import BcosModel, ConventionalModel
+from torchbcos.models import BcosModel, refuse_conventional
 from torchbcos.render import PERCENTILE, colour
 from torchbcos.tracing import trace
 from torchbcos.wrappers import unwrapped
@@ -85,10 +85,11 @@ def export(
     model, path = unwrapped(model), Path(path)
     if not isinstance(model, BcosModel):
         raise ValueError(f"`model` (a {type(model).__name__}) must be a BcosModel: convert it.")
-    if explanation and isinstance(model, ConventionalModel):
-        raise ValueError(
-            "`model` is conventional, and W(x) of it does not sum up to its output: export its "
-            "logits alone, with explanation=False or --no-explanation."
+    if explanation:
+        refuse_conventional(
+            model,
+            "W(x) of it does not sum up to its output",
+            "export its logits alone, with explanation=False or --no-explanation",
         )
     if path.suffix != ".onnx":
         raise ValueError(f"`path` (={str(path)!r}) must end in .onnx.")

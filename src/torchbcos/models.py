@@ -29,6 +29,7 @@ __all__ = [
     "create_model",
     "in_mode",
     "list_models",
+    "refuse_conventional",
 ]
 
 
@@ -153,6 +154,14 @@ class ConventionalModel(BcosModel):
     def from_encoded(self, encoded: Tensor) -> Tensor | tuple[Tensor, ...]:
         colours = encoded.chunk(2, dim=1)[0]
         return self.from_outputs(self.network((colours - self.mean) / self.deviation))
+
+
+def refuse_conventional(
+    model: nn.Module, why: str, remedy: str = "use a B-cos model", called: str = "`model`"
+) -> None:
+    """An error for a network that is as it was before any conversion; `why` says what it lacks."""
+    if isinstance(model, ConventionalModel):
+        raise ValueError(f"{called} is conventional, and {why}: {remedy}.")
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torchbcos.batches import at_once
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.interrupt import told_to_end
 from torchbcos.layout import channel_axis
-from torchbcos.models import BcosModel, ConventionalModel, in_mode
+from torchbcos.models import BcosModel, in_mode, refuse_conventional
 from torchbcos.neurons.table import Layer, Neurons, NeuronsError, write
 from torchbcos.neurons.tally import Saved, Seen, Tally
 from torchbcos.tap import layer_names, watch
@@ -74,10 +74,7 @@ def collect(
     `out` every `save_every` seconds and when the process is told to end; `resume` goes on from it,
     to the same file.
     """
-    if isinstance(model, ConventionalModel):
-        raise ValueError(
-            "`model` is conventional, and has no B-cos units to look at: use a B-cos model."
-        )
+    refuse_conventional(model, "has no B-cos units to look at")
     for name, value in (("top", top), ("batch", batch)):
         if value is not None and value < 1:
             raise ValueError(f"`{name}` (={value}) must be at least 1.")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.functional import collect_offsets
 from torchbcos.layout import channel_axis
-from torchbcos.models import BcosModel
+from torchbcos.models import BcosModel, refuse_conventional
 from torchbcos.neurons.table import Neurons, NeuronsError, Ranked, largest
 from torchbcos.tap import tap, watch
 from torchbcos.targets import Targets, resolve_targets
@@ -69,6 +69,7 @@ def unit_contributions(
     >>> torch.allclose(total, found.outputs, rtol=1e-4)
     True
     """
+    refuse_conventional(model, "what its units add does not sum up to its logits")
     check_images(images, model.in_channels)
     check_values(images)
     cut: list[Tensor] = []
@@ -160,6 +161,7 @@ def most_active_for(
     With `usual`, which units those are is judged by what they do over a data set: the score is by
     how many deviations this image exceeds the largest activation that an image usually has.
     """
+    refuse_conventional(model, "has no B-cos units to look at")
     images = image[None] if image.dim() == 3 else image
     check_images(images, model.in_channels)
     check_values(images)
