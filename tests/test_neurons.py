@@ -532,6 +532,22 @@ def test_contributions_go_to_the_targets_that_are_asked_for(model, images):
         neurons.unit_contributions(model, x, "nine")
 
 
+def test_a_wrapped_model_is_looked_at_as_what_it_wraps(model, images, found, expected, tmp_path):
+    wrapped, x = (
+        torch.optim.swa_utils.AveragedModel(model),
+        images.batch(torch.arange(2))[0].double(),
+    )
+    again = neurons.collect(wrapped, images, tmp_path / "n", top=TOP, batch=16)
+    assert again.fingerprint == found.fingerprint == neurons.fingerprint(wrapped)
+    assert_equals(again, expected)
+    told = neurons.unit_contributions(wrapped, x, "6")
+    assert torch.equal(told.units, neurons.unit_contributions(model, x, "6").units)
+    ranked = neurons.most_active_for(wrapped, x[0], "6")
+    assert ranked == neurons.most_active_for(model, x[0], "6")
+    (sheet,) = neurons.sheets(wrapped, images, found, [("6", 3)], first=1, rest=0)
+    assert sheet.first[0].image == found.units("6").images[3, 0]
+
+
 # Sheets.
 
 

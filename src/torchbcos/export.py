@@ -27,7 +27,7 @@ from torchbcos.functional import collect_offsets
 from torchbcos.models import BcosModel, refuse_conventional
 from torchbcos.render import PERCENTILE, colour
 from torchbcos.tracing import trace
-from torchbcos.wrappers import unwrapped
+from torchbcos.wrappers import bcos_within
 
 __all__ = ["ExportError", "Exported", "export"]
 
@@ -82,9 +82,7 @@ def export(
                 f"exporting needs the package {package}: install it with "
                 "pip install 'torchbcos[export]'."
             )
-    model, path = unwrapped(model), Path(path)
-    if not isinstance(model, BcosModel):
-        raise ValueError(f"`model` (a {type(model).__name__}) must be a BcosModel: convert it.")
+    model, path = bcos_within(model), Path(path)
     if explanation:
         refuse_conventional(
             model,

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchbcos.batches import at_once
 from torchbcos.encoding import check_images, check_values, encode
@@ -29,6 +29,7 @@ from torchbcos.models import BcosModel, in_mode, refuse_conventional
 from torchbcos.neurons.table import Layer, Neurons, NeuronsError, write
 from torchbcos.neurons.tally import Saved, Seen, Tally
 from torchbcos.tap import layer_names, watch
+from torchbcos.wrappers import bcos_within
 
 __all__ = ["ImageSet", "collect", "fingerprint", "memory_bound"]
 
@@ -47,7 +48,7 @@ class ImageSet(Protocol):
 
 
 def collect(
-    model: BcosModel,
+    model: nn.Module,
     images: ImageSet,
     out: Path | str,
     *,
@@ -74,6 +75,7 @@ def collect(
     `out` every `save_every` seconds and when the process is told to end; `resume` goes on from it,
     to the same file.
     """
+    model = bcos_within(model)
     refuse_conventional(model, "has no B-cos units to look at")
     for name, value in (("top", top), ("batch", batch)):
         if value is not None and value < 1:
@@ -139,8 +141,9 @@ def memory_bound(units: int, top: int, batch: int) -> int:
     return state + merging
 
 
-def fingerprint(model: BcosModel) -> str:
+def fingerprint(model: nn.Module) -> str:
     """A name for the model's function: equal for equal weights and scales, on any device."""
+    model = bcos_within(model)
     state = model.state_dict()
     hashes = torch.stack([torch.hash_tensor(v).view(torch.int64) for v in state.values()])
     scales = [layer.scale for _, layer in model.bcos_layers()]
