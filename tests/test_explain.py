@@ -419,6 +419,25 @@ def test_layers_go_by_their_name_in_the_network_or_in_the_model(layer):
     assert_agrees(e.weights, tb.explain(model, images, layer="residual", unit=0).weights)
 
 
+def test_a_bare_network_may_have_a_part_that_is_called_network():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.network = tb.BcosConv2d(6, 6, 3, padding=1), bare()
+
+        def forward(self, x):
+            return self.network(self.conv(x))
+
+    model, images = Outer().double(), pictures(channels=6)
+    expected = model.network.body.conv(model.conv(images))[:, 1].amax((1, 2))
+    e = tb.explain(model, images, layer="network.body.conv", unit=1)
+    assert_agrees(e.outputs[:, 0], expected)
+    assert_agrees(
+        tb.explain(model, images, layer="conv", unit=1).outputs[:, 0],
+        model.conv(images)[:, 1].amax((1, 2)),
+    )
+
+
 def test_a_numpy_integer_is_a_channel():
     model, images = converted(), pictures()
     e = tb.explain(model, images, layer="conv", unit=np.int64(2))

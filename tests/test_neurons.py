@@ -286,6 +286,26 @@ def test_layers_by_name_pattern_and_block(images, tmp_path):
     assert model.training
 
 
+def test_layers_whose_names_differ_by_the_prefix_of_a_model_are_apart(images, tmp_path):
+    class Prefixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = nn.ModuleDict({"conv": tb.BcosConv2d(4, 8, 3)})
+            self.conv = tb.BcosConv2d(6, 4, 3)
+
+        def forward(self, x):
+            return self.network["conv"](self.conv(x)).mean((2, 3))
+
+    model = tb.BcosModel(Prefixed(), num_classes=8).double().eval()
+    found = neurons.collect(model, images, tmp_path / "n", top=TOP)
+    by_name = {
+        name: by_brute_force(activations_of(model, images, name), TOP)
+        for name in ("conv", "network.conv")
+    }
+    assert {name: at.units for name, at in found.layers.items()} == {"conv": 4, "network.conv": 8}
+    assert_equals(found, by_name)
+
+
 class Positionwise(nn.Module):
     """A linear layer over the channels of every position, as in ConvNeXt."""
 

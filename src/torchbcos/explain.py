@@ -90,7 +90,7 @@ def explain(
         raise ValueError("`unit` (=[]) must hold at least one unit.")
     if layer is not None:
         refuse_conventional(model, "W(x) of its layers does not sum up to their outputs")
-        _warn_of_factor(getattr(model, "network", model), layer)
+        _warn_of_factor(_network_of(model), layer)
     if isinstance(targets, Tensor):
         targets = targets.cpu()  # now, so that the chunks need not wait for the device
     parts = [
@@ -114,6 +114,10 @@ def explain(
     return replace(parts[0], **joined)  # type: ignore[arg-type]
 
 
+def _network_of(model: nn.Module) -> nn.Module:
+    return model.network if isinstance(model, BcosModel) else model
+
+
 def _warn_of_factor(network: nn.Module, layer: str) -> None:
     cause = node_of(network, layer).meta.get(FACTOR) if isinstance(network, GraphModule) else None
     if cause is not None:
@@ -132,7 +136,7 @@ def _explain_chunk(
     units: Sequence[Unit | None],
     create_graph: bool,
 ) -> Explanation:
-    network = getattr(model, "network", model)
+    network = _network_of(model)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
