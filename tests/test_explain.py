@@ -763,6 +763,18 @@ def test_differentiable_explanations_are_the_same(make, arguments, training):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("arguments", [{"targets": "all"}, {"layer": "2", "unit": [0, 1]}])
+def test_differentiable_explanations_are_of_the_same_dropout(arguments):
+    network = nn.Sequential(
+        tb.BcosConv2d(6, 8, 3), nn.Dropout(0.5), tb.BcosConv2d(8, 5, 1), nn.Flatten()
+    )
+    model, images = network.double().train(), pictures(size=3, channels=6)
+    plain = tb.explain(model, images, **arguments)
+    before = torch.get_rng_state()
+    assert_same(tb.explain(model, images, **arguments, create_graph=True), plain, tolerance=1e-12)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("part", ["weights", "contributions", "bias", "outputs", "residual"])
 @pytest.mark.parametrize("by", ["conv.weight", "norm.bias", "residual.conv.weight", "images"])
 def test_their_derivatives_are_those_of_finite_differences(by, part):

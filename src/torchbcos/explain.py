@@ -6,11 +6,10 @@ constant; it is then linear, and a backward pass from a unit gives that unit's r
 
 from __future__ import annotations
 
-import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -140,11 +139,11 @@ def _explain_chunk(
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_nothing_drawn_or_tracked(model))
+        stack.enter_context(_nothing_drawn_or_tracked(model, images.device))
         given = network_input(model, images if create_graph else images.detach())
         x = given.detach().requires_grad_()
         if create_graph:
-            with record_factors() as tape:
+            with _generators_as_before(images.device), record_factors() as tape:
                 full = tap(network, layer, given) if layer is not None else logits_of(model, given)
             offsets = stack.enter_context(replay_factors(tape))
         else:
@@ -294,8 +293,13 @@ def _unit_index(
     return parts[0], parts[1], parts[2]
 
 
+def _generators_as_before(device: torch.device) -> AbstractContextManager[None]:
+    """What is drawn within is drawn again afterwards."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
 @contextmanager
-def _nothing_drawn_or_tracked(model: nn.Module) -> Iterator[None]:
+def _nothing_drawn_or_tracked(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Random numbers and buffers as before, for a network in training of layers that are not ours.
 
     Dropout draws numbers and torch's own norms keep statistics.
@@ -304,9 +308,8 @@ def _nothing_drawn_or_tracked(model: nn.Module) -> Iterator[None]:
         yield
         return
     buffers = [(b, b.clone()) for b in model.buffers()]
-    devices = [p.device for p in itertools.islice(model.parameters(), 1) if p.is_cuda]
     try:
-        with torch.random.fork_rng(devices):
+        with _generators_as_before(device):
             yield
     finally:
         with torch.no_grad():
