@@ -912,6 +912,40 @@ def test_torchs_own_norms_keep_their_running_statistics():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_one_part_in_training_is_as_the_whole(create_graph):
+    """Its statistics are the batch's and stay what they were, as does the random state."""
+    part = nn.Sequential(tb.BcosConv2d(6, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
+    model, images = nn.Sequential(part, nn.Flatten()).double().eval(), pictures(channels=6)
+    assert tb.explain(model, images).statistics == "running"
+    for module in part:
+        module.train()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    assert tb.explain(model, images, create_graph=create_graph).statistics == "batch"
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_norms_without_running_statistics_are_of_the_batch():
+    """In evaluation too; images are not taken apart then, and outputs are those of the model."""
+    norm = tb.norms.UncentredBatchNorm2d(4, track_running_stats=False)
+    model = nn.Sequential(tb.BcosConv2d(6, 4, 3), norm, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    images = torch.rand(10, 6, 1, 1).expand(10, 6, 448, 448)
+    e = tb.explain(model.eval(), images, 0)
+    assert e.statistics == "batch"
+    with torch.no_grad():
+        torch.testing.assert_close(e.outputs[:, 0], model(images)[:, 0])
+
+
+def test_folders_of_a_graph_are_in_no_mode():
+    """torch.fx makes them anew for each graph, and leaves them in training."""
+    network = nn.Sequential(nn.Sequential(nn.Conv2d(6, 4, 3), nn.Flatten())).double().eval()
+    graph = torch.fx.symbolic_trace(network)
+    assert graph.get_submodule("0").training
+    assert tb.explain(graph, pictures(channels=6)).statistics == "running"
+
+
 def test_twice_on_one_tensor_gives_equal_and_independent_results():
     model, images = converted(), pictures()
     first = tb.explain(model, images, [0, 1])

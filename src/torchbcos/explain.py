@@ -75,7 +75,7 @@ def explain(
         raise ValueError(f"`images` (shape {shape}) must be a tensor [N, C, H, W].")
     if chunk is None:
         chunk, pixels = CHUNK.get(images.device.type, CHUNK["cpu"])
-        if not model.training:  # in training, statistics are those of the images in a chunk
+        if not _looks_at_batch(model):  # then images in a chunk are not independent
             chunk = max(1, min(chunk, pixels // max(1, images.shape[2:].numel())))
     if chunk < 1:
         raise ValueError(f"`chunk` (={chunk}) must be at least 1 image.")
@@ -115,6 +115,15 @@ def explain(
 
 def _network_of(model: nn.Module) -> nn.Module:
     return model.network if isinstance(model, BcosModel) else model
+
+
+def _looks_at_batch(model: nn.Module) -> bool:
+    """Whether any part of it is in training, or a norm has no statistics but a batch's own."""
+    return any(
+        (module.training and type(module) is not nn.Module)  # torch.fx's folders always are
+        or (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_var is None)
+        for module in model.modules()
+    )
 
 
 def _warn_of_factor(network: nn.Module, layer: str) -> None:
@@ -182,7 +191,7 @@ def _explain_chunk(
         positions=positions,
         classes=getattr(model, "classes", None),
         layer=layer,
-        statistics="batch" if model.training else "running",
+        statistics="batch" if _looks_at_batch(model) else "running",
     )
 
 
@@ -304,7 +313,7 @@ def _nothing_drawn_or_tracked(model: nn.Module, device: torch.device) -> Iterato
 
     Dropout draws numbers and torch's own norms keep statistics.
     """
-    if not model.training:
+    if not _looks_at_batch(model):
         yield
         return
     buffers = [(b, b.clone()) for b in model.buffers()]
