@@ -1,5 +1,6 @@
 """`explain` against explicit matrices, in every form it is called, and with no trace left."""
 
+import copy
 import gc
 import random as python_random
 import threading
@@ -624,6 +625,16 @@ def test_a_bare_network_is_explained_under_contexts_without_gradients(context):
         assert_same(tb.explain(model, pictures(channels=6)), expected)
 
 
+def test_weights_made_in_inference_mode_are_refused_in_a_sentence():
+    with torch.inference_mode():
+        model = bare()
+    with pytest.raises(ValueError, match=r"`model` has weights .*inference_mode") as error:
+        tb.explain(model, pictures(channels=6))
+    assert_sentence(error, "copy.deepcopy(model)")
+    expected = tb.explain(bare(), pictures(channels=6))
+    assert_same(tb.explain(copy.deepcopy(model), pictures(channels=6)), expected)
+
+
 def test_training_mode_uses_the_batch_and_tracks_nothing():
     model, images = converted(), pictures(4)
     running = tb.explain(model, images)
@@ -949,15 +960,15 @@ def test_folders_of_a_graph_are_in_no_mode():
 def test_twice_on_one_tensor_gives_equal_and_independent_results():
     model, images = converted(), pictures()
     first = tb.explain(model, images, [0, 1])
-    copy = first._each(Tensor.clone)
+    kept = first._each(Tensor.clone)
     second = tb.explain(model, images, [0, 1])
     assert_same(first, second)
     for field in fields(second):
         value = getattr(second, field.name)
         if isinstance(value, Tensor):
             value.zero_()
-    assert_same(first, copy)
-    assert_same(tb.explain(model, images, [0, 1]), copy)
+    assert_same(first, kept)
+    assert_same(tb.explain(model, images, [0, 1]), kept)
 
 
 def test_an_explanation_within_the_choice_of_a_unit_is_right():

@@ -310,6 +310,27 @@ def test_the_same_seed_gives_the_same_model():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        small_model,
+        lambda: tb.create_model("cifar9", preset="paper").eval(),
+        lambda: tb.create_model("conventional/cifar9").eval(),
+        lambda: tb.load("cifar10"),
+    ],
+    ids=["convert", "create_model", "conventional", "load"],
+)
+def test_a_model_that_is_made_in_inference_mode_can_be_explained_and_trained(make):
+    with torch.inference_mode():
+        model = make()
+        size = model.input_size[0]
+        model(images(1, size))
+    e = tb.explain(model, images(2, size))
+    assert e.weights.any()
+    model.train()(images(2, size)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 @pytest.mark.parametrize("name", ["cifar9", "regnet_y_400mf", "timm/test_convnext"])
 def test_no_weight_is_left_uninitialised(name):
     """Networks are made without memory first; whatever comes back must have real values."""

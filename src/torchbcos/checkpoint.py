@@ -115,6 +115,7 @@ def _plain(model: nn.Module) -> BcosModel:
     return inner
 
 
+@torch.inference_mode(False)  # no derivative passes weights that are made in it
 def load(
     name_or_path: str | os.PathLike[str],
     *,

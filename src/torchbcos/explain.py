@@ -84,6 +84,11 @@ def explain(
     if layer is not None and (unit is None or targets is not None):
         raise ValueError(f"`layer` (={layer!r}) needs `unit`, and `targets` only go with logits.")
     check_together(model, images)
+    if any(p.is_inference() for p in model.parameters()):
+        raise ValueError(
+            "`model` has weights that were made within torch.inference_mode, which no derivative "
+            "passes: explain copy.deepcopy(model), made outside of it."
+        )
     units: list[Any] = list(unit) if isinstance(unit, list) else [unit]
     if not units:
         raise ValueError("`unit` (=[]) must hold at least one unit.")

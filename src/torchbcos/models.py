@@ -181,6 +181,7 @@ def default_logit_bias(num_classes: int | None) -> float:
     return -math.log(num_classes - 1) if num_classes and num_classes > 1 else 0.0
 
 
+@torch.inference_mode(False)  # no derivative passes weights that are made in it
 def convert(
     module: nn.Module,
     *,
@@ -218,6 +219,7 @@ def convert(
     return _model(conversion, classes, Architecture(None, options))
 
 
+@torch.inference_mode(False)  # no derivative passes weights that are made in it
 def create_model(
     name: str,
     *,
