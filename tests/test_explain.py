@@ -359,6 +359,23 @@ def test_wrong_targets_are_refused_in_a_sentence(targets, part):
     assert_sentence(error, "`targets`", part)
 
 
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32, torch.uint16])
+def test_targets_are_integers_of_any_type(kind):
+    targets = np.array([2, 0, 1])
+    given = (
+        targets.astype(kind) if kind in (np.uint16, np.uint32) else torch.tensor(targets).to(kind)
+    )
+    model, images = converted(), pictures(3)
+    assert_same(tb.explain(model, images, given, chunk=2), tb.explain(model, images, targets))
+
+
+def test_targets_that_can_be_read_once_are_for_every_chunk():
+    model, images = converted(), pictures(3)
+    once = (name for name in CLASSES[:2])
+    e = tb.explain(model, images, once, chunk=np.int64(1))
+    assert_same(e, tb.explain(model, images, [0, 1]), tolerance=1e-12)
+
+
 def test_names_need_a_model_with_names():
     with pytest.raises(ValueError, match="no class names") as error:
         tb.explain(converted(classes=None), pictures(), "cat")
@@ -457,6 +474,8 @@ WRONG_UNITS = {
     "one of a list": ([0, 9], "(=9)"),
     "a function of another shape": (lambda maps: maps.sum(), "one value for each image"),
     "a function without tensor": (lambda maps: 1.0, "one value for each image"),
+    "a constant function": (lambda maps: torch.ones(len(maps)), "from the activation"),
+    "one without derivatives": ([0, lambda maps: maps.detach().sum((1, 2, 3))], "the activation"),
 }
 
 
@@ -474,6 +493,7 @@ WRONG_CALLS = {
     "unknown layer": ({"layer": "residual.conf", "unit": 0}, "did you mean residual.conv"),
     "no name": ({"layer": "", "unit": 0}, "`layer`"),
     "no chunk": ({"chunk": 0}, "`chunk` (=0)"),
+    "a fraction of a chunk": ({"chunk": 2.5}, "`chunk` (=2.5)"),
 }
 
 
@@ -524,6 +544,17 @@ def test_a_bare_network_of_something_else_than_images_is_refused_in_a_sentence(s
     with pytest.raises(ValueError, match="`images`") as error:
         tb.explain(nn.Sequential(layer, nn.Flatten()), torch.rand(shape))
     assert_sentence(error, str(shape))
+
+
+@pytest.mark.parametrize("give", [lambda x: {"logits": x}, lambda x: [{}, x], lambda x: ()])
+def test_a_network_that_gives_no_tensor_is_refused_in_a_sentence(give):
+    class Gives(nn.Module):
+        def forward(self, x):
+            return give(x.mean((2, 3)))
+
+    with pytest.raises(ValueError, match=r"`model` gives a (dict|tuple), not logits") as error:
+        tb.explain(Gives(), pictures())
+    assert_sentence(error)
 
 
 def test_a_network_that_gives_maps_is_explained_by_its_layers_only():

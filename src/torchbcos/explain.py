@@ -9,9 +9,9 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -77,8 +77,9 @@ def explain(
         chunk, pixels = CHUNK.get(images.device.type, CHUNK["cpu"])
         if not _looks_at_batch(model):  # then images in a chunk are not independent
             chunk = max(1, min(chunk, pixels // max(1, images.shape[2:].numel())))
-    if chunk < 1:
-        raise ValueError(f"`chunk` (={chunk}) must be at least 1 image.")
+    if not isinstance(chunk, SupportsIndex) or chunk < 1:
+        raise ValueError(f"`chunk` (={chunk!r}) must be a whole number, of at least 1 image.")
+    chunk = operator.index(chunk)
     if layer is None and unit is not None:
         raise ValueError(f"`unit` (={unit!r}) needs `layer`: the name of the layer it is in.")
     if layer is not None and (unit is None or targets is not None):
@@ -95,6 +96,8 @@ def explain(
     if layer is not None:
         refuse_conventional(model, "W(x) of its layers does not sum up to their outputs")
         _warn_of_factor(_network_of(model), layer)
+    if isinstance(targets, Iterator):
+        targets = list(targets)  # for every chunk
     if isinstance(targets, Tensor):
         targets = targets.cpu()  # now, so that the chunks need not wait for the device
     parts = [
@@ -233,10 +236,14 @@ def network_input(model: nn.Module, images: Tensor) -> Tensor:
 
 def logits_of(model: nn.Module, x: Tensor) -> Tensor:
     out = model.from_encoded(x) if isinstance(model, BcosModel) else model(x)
-    out = out if isinstance(out, Tensor) else out[0]
-    if out.dim() != 2:
+    if not isinstance(out, Tensor):
+        with suppress(LookupError, TypeError):
+            out = out[0]
+    if not isinstance(out, Tensor) or out.dim() != 2:
+        shape = getattr(out, "shape", None)
+        what = f"a {type(out).__name__}" if shape is None else f"outputs of shape {tuple(shape)}"
         raise ValueError(
-            f"`model` gives outputs of shape {tuple(out.shape)}, not logits [N, K]: explain one of "
+            f"`model` gives {what}, not logits [N, K]: explain one of "
             "its layers with `layer` and `unit`."
         )
     return out
@@ -265,6 +272,11 @@ def _pick_units(
                 raise ValueError(
                     "`unit` (a function) must return one value for each image, a tensor of shape "
                     f"({n},), not {getattr(value, 'shape', type(value).__name__)}."
+                )
+            if activation.requires_grad and not value.requires_grad:
+                raise ValueError(
+                    "`unit` (a function) must compute its values from the activation, in a way "
+                    "that torch can derive: what it returned has no derivative."
                 )
             values.append(value)
             which.append(torch.full((n,), -1, device=activation.device))
