@@ -652,6 +652,13 @@ def test_a_model_has_one_fingerprint():
     assert neurons.fingerprint(one) != neurons.fingerprint(same)
 
 
+@pytest.mark.parametrize("changes", [{"b": 1.5}, {"eps": 1e-6}, {"scale": 3.0}])
+def test_what_a_layer_computes_is_in_the_fingerprint(changes):
+    one, other = small_model(), small_model()
+    vars(dict(other.bcos_layers())["6"]).update(changes)
+    assert neurons.fingerprint(one) != neurons.fingerprint(other)
+
+
 def stored(page):
     """The JSON texts of a page."""
     parts = page.split('<script type="application/json"')[1:]

@@ -142,11 +142,11 @@ def memory_bound(units: int, top: int, batch: int) -> int:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A name for the model's function: equal for equal weights and scales, on any device."""
+    """A name for the model's function: equal for equal weights, γ, B and ε, on any device."""
     model = bcos_within(model)
     state = model.state_dict()
     hashes = torch.stack([torch.hash_tensor(v).view(torch.int64) for v in state.values()])
-    scales = [layer.scale for _, layer in model.bcos_layers()]
+    scales = [(layer.scale, layer.b, layer.eps) for _, layer in model.bcos_layers()]
     words = json.dumps([list(state), hashes.tolist(), scales, model.temperature, model.logit_bias])
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 
