@@ -332,6 +332,20 @@ def test_signal_shows_where_a_signal_fades_and_that_calibration_mends_it():
     assert mended == pytest.approx([1.0] * 9, **NEAR)
 
 
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.optim.swa_utils.AveragedModel])
+def test_a_wrapped_model_is_calibrated_as_what_it_wraps(wrap):
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # where DataParallel moves it
+    plain, x = small_net().to(device), images(2, 6).double().to(device)
+    wrapped = wrap(small_net().to(device))
+    assert tb.calibrate(wrapped, x) is wrapped
+    tb.calibrate(plain, x)
+    assert wrapped.module.temperature == plain.temperature
+    assert str(tb.signal(wrapped, x)) == str(tb.signal(plain, x))
+    for ask in (tb.calibrate, tb.signal):
+        with pytest.raises(TypeError, match=r"`model` \(a Flatten\) must be a BcosModel: convert"):
+            ask(nn.Flatten(), x)
+
+
 def test_signal_of_black_layers_is_zero():
     model = make(9, 2.0)
     with torch.no_grad():

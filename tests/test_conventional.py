@@ -7,7 +7,7 @@ from torch import nn
 
 import torchbcos as tb
 from small_training import QUIET, config, few_shapes
-from torchbcos import posthoc, train
+from torchbcos import neurons, posthoc, train
 from torchbcos.baseline import to_explain
 from torchbcos.disconnected import difull
 from torchbcos.localise import compose
@@ -112,3 +112,19 @@ def test_it_has_no_explanation_of_its_own(one):
     with pytest.raises(ValueError, match=r"ConventionalModel.*must be a B-cos model.*'ixg'"):
         posthoc.METHODS["ours"](model, images)
     assert "ours" not in [m.name for m in posthoc.choose_methods(["all"], model)]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        tb.calibrate,
+        tb.signal,
+        lambda model, images: tb.explain(model, images, layer="0", unit=0),
+        lambda model, images: neurons.unit_contributions(model, images, "0"),
+        lambda model, images: neurons.most_active_for(model, images[0], "0"),
+    ],
+    ids=["calibrate", "signal", "explain", "unit_contributions", "most_active_for"],
+)
+def test_what_only_bcos_layers_have_is_not_asked_of_it(one, ask):
+    with pytest.raises(ValueError, match=r"^`model` is conventional, and .*: use a B-cos model\.$"):
+        ask(*one)

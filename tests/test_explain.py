@@ -1,5 +1,6 @@
 """`explain` against explicit matrices, in every form it is called, and with no trace left."""
 
+import copy
 import gc
 import random as python_random
 import threading
@@ -358,6 +359,23 @@ def test_wrong_targets_are_refused_in_a_sentence(targets, part):
     assert_sentence(error, "`targets`", part)
 
 
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32, torch.uint16])
+def test_targets_are_integers_of_any_type(kind):
+    targets = np.array([2, 0, 1])
+    given = (
+        targets.astype(kind) if kind in (np.uint16, np.uint32) else torch.tensor(targets).to(kind)
+    )
+    model, images = converted(), pictures(3)
+    assert_same(tb.explain(model, images, given, chunk=2), tb.explain(model, images, targets))
+
+
+def test_targets_that_can_be_read_once_are_for_every_chunk():
+    model, images = converted(), pictures(3)
+    once = (name for name in CLASSES[:2])
+    e = tb.explain(model, images, once, chunk=np.int64(1))
+    assert_same(e, tb.explain(model, images, [0, 1]), tolerance=1e-12)
+
+
 def test_names_need_a_model_with_names():
     with pytest.raises(ValueError, match="no class names") as error:
         tb.explain(converted(classes=None), pictures(), "cat")
@@ -419,6 +437,25 @@ def test_layers_go_by_their_name_in_the_network_or_in_the_model(layer):
     assert_agrees(e.weights, tb.explain(model, images, layer="residual", unit=0).weights)
 
 
+def test_a_bare_network_may_have_a_part_that_is_called_network():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.network = tb.BcosConv2d(6, 6, 3, padding=1), bare()
+
+        def forward(self, x):
+            return self.network(self.conv(x))
+
+    model, images = Outer().double(), pictures(channels=6)
+    expected = model.network.body.conv(model.conv(images))[:, 1].amax((1, 2))
+    e = tb.explain(model, images, layer="network.body.conv", unit=1)
+    assert_agrees(e.outputs[:, 0], expected)
+    assert_agrees(
+        tb.explain(model, images, layer="conv", unit=1).outputs[:, 0],
+        model.conv(images)[:, 1].amax((1, 2)),
+    )
+
+
 def test_a_numpy_integer_is_a_channel():
     model, images = converted(), pictures()
     e = tb.explain(model, images, layer="conv", unit=np.int64(2))
@@ -437,6 +474,8 @@ WRONG_UNITS = {
     "one of a list": ([0, 9], "(=9)"),
     "a function of another shape": (lambda maps: maps.sum(), "one value for each image"),
     "a function without tensor": (lambda maps: 1.0, "one value for each image"),
+    "a constant function": (lambda maps: torch.ones(len(maps)), "from the activation"),
+    "one without derivatives": ([0, lambda maps: maps.detach().sum((1, 2, 3))], "the activation"),
 }
 
 
@@ -454,6 +493,7 @@ WRONG_CALLS = {
     "unknown layer": ({"layer": "residual.conf", "unit": 0}, "did you mean residual.conv"),
     "no name": ({"layer": "", "unit": 0}, "`layer`"),
     "no chunk": ({"chunk": 0}, "`chunk` (=0)"),
+    "a fraction of a chunk": ({"chunk": 2.5}, "`chunk` (=2.5)"),
 }
 
 
@@ -504,6 +544,17 @@ def test_a_bare_network_of_something_else_than_images_is_refused_in_a_sentence(s
     with pytest.raises(ValueError, match="`images`") as error:
         tb.explain(nn.Sequential(layer, nn.Flatten()), torch.rand(shape))
     assert_sentence(error, str(shape))
+
+
+@pytest.mark.parametrize("give", [lambda x: {"logits": x}, lambda x: [{}, x], lambda x: ()])
+def test_a_network_that_gives_no_tensor_is_refused_in_a_sentence(give):
+    class Gives(nn.Module):
+        def forward(self, x):
+            return give(x.mean((2, 3)))
+
+    with pytest.raises(ValueError, match=r"`model` gives a (dict|tuple), not logits") as error:
+        tb.explain(Gives(), pictures())
+    assert_sentence(error)
 
 
 def test_a_network_that_gives_maps_is_explained_by_its_layers_only():
@@ -603,6 +654,16 @@ def test_a_bare_network_is_explained_under_contexts_without_gradients(context):
     expected = tb.explain(model, pictures(channels=6))
     with context():
         assert_same(tb.explain(model, pictures(channels=6)), expected)
+
+
+def test_weights_made_in_inference_mode_are_refused_in_a_sentence():
+    with torch.inference_mode():
+        model = bare()
+    with pytest.raises(ValueError, match=r"`model` has weights .*inference_mode") as error:
+        tb.explain(model, pictures(channels=6))
+    assert_sentence(error, "copy.deepcopy(model)")
+    expected = tb.explain(bare(), pictures(channels=6))
+    assert_same(tb.explain(copy.deepcopy(model), pictures(channels=6)), expected)
 
 
 def test_training_mode_uses_the_batch_and_tracks_nothing():
@@ -744,6 +805,18 @@ def test_differentiable_explanations_are_the_same(make, arguments, training):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("arguments", [{"targets": "all"}, {"layer": "2", "unit": [0, 1]}])
+def test_differentiable_explanations_are_of_the_same_dropout(arguments):
+    network = nn.Sequential(
+        tb.BcosConv2d(6, 8, 3), nn.Dropout(0.5), tb.BcosConv2d(8, 5, 1), nn.Flatten()
+    )
+    model, images = network.double().train(), pictures(size=3, channels=6)
+    plain = tb.explain(model, images, **arguments)
+    before = torch.get_rng_state()
+    assert_same(tb.explain(model, images, **arguments, create_graph=True), plain, tolerance=1e-12)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("part", ["weights", "contributions", "bias", "outputs", "residual"])
 @pytest.mark.parametrize("by", ["conv.weight", "norm.bias", "residual.conv.weight", "images"])
 def test_their_derivatives_are_those_of_finite_differences(by, part):
@@ -881,18 +954,52 @@ def test_torchs_own_norms_keep_their_running_statistics():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_one_part_in_training_is_as_the_whole(create_graph):
+    """Its statistics are the batch's and stay what they were, as does the random state."""
+    part = nn.Sequential(tb.BcosConv2d(6, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
+    model, images = nn.Sequential(part, nn.Flatten()).double().eval(), pictures(channels=6)
+    assert tb.explain(model, images).statistics == "running"
+    for module in part:
+        module.train()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    assert tb.explain(model, images, create_graph=create_graph).statistics == "batch"
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_norms_without_running_statistics_are_of_the_batch():
+    """In evaluation too; images are not taken apart then, and outputs are those of the model."""
+    norm = tb.norms.UncentredBatchNorm2d(4, track_running_stats=False)
+    model = nn.Sequential(tb.BcosConv2d(6, 4, 3), norm, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    images = torch.rand(10, 6, 1, 1).expand(10, 6, 448, 448)
+    e = tb.explain(model.eval(), images, 0)
+    assert e.statistics == "batch"
+    with torch.no_grad():
+        torch.testing.assert_close(e.outputs[:, 0], model(images)[:, 0])
+
+
+def test_folders_of_a_graph_are_in_no_mode():
+    """torch.fx makes them anew for each graph, and leaves them in training."""
+    network = nn.Sequential(nn.Sequential(nn.Conv2d(6, 4, 3), nn.Flatten())).double().eval()
+    graph = torch.fx.symbolic_trace(network)
+    assert graph.get_submodule("0").training
+    assert tb.explain(graph, pictures(channels=6)).statistics == "running"
+
+
 def test_twice_on_one_tensor_gives_equal_and_independent_results():
     model, images = converted(), pictures()
     first = tb.explain(model, images, [0, 1])
-    copy = first._each(Tensor.clone)
+    kept = first._each(Tensor.clone)
     second = tb.explain(model, images, [0, 1])
     assert_same(first, second)
     for field in fields(second):
         value = getattr(second, field.name)
         if isinstance(value, Tensor):
             value.zero_()
-    assert_same(first, copy)
-    assert_same(tb.explain(model, images, [0, 1]), copy)
+    assert_same(first, kept)
+    assert_same(tb.explain(model, images, [0, 1]), kept)
 
 
 def test_an_explanation_within_the_choice_of_a_unit_is_right():

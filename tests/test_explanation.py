@@ -359,3 +359,9 @@ def test_repr_says_what_was_explained_and_how_well():
 def test_repr_of_zeros_is_no_division_by_zero(dtype):
     zeros = explanation(dtype=dtype)._each(torch.zeros_like)
     assert "residual at most 0.0e+00" in repr(zeros)
+
+
+def test_of_no_images_it_prints_no_residual():
+    assert repr(full()[0:0]).startswith("Explanation of ")
+    assert "residual" not in repr(full()[0:0])
+    assert "0 images × 4 targets" in repr(full()[0:0])

@@ -198,7 +198,7 @@ def test_a_network_that_onnx_cannot_hold_is_refused(tmp_path, last, words):
 
 
 def test_what_is_no_bcos_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"`model` \(a Linear\) must be a BcosModel"):
+    with pytest.raises(TypeError, match=r"`model` \(a Linear\) must be a BcosModel"):
         export(nn.Linear(2, 2), tmp_path / "m.onnx")
     conventional = tb.create_model("conventional/mini", num_classes=4, width=4).eval()
     with pytest.raises(ValueError, match=r"conventional.*--no-explanation"):

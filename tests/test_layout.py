@@ -258,6 +258,21 @@ def test_neurons_of_layers_with_channels_last(tmp_path):
     assert best.unit == maps[0].flatten(1).amax(1).argmax()
 
 
+def test_the_layout_of_a_layer_is_not_that_of_another_whose_name_ends_the_same():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = nn.ModuleDict({"layer": nn.Linear(WIDTH, 4)})
+            self.layer = nn.Conv2d(3, WIDTH, 3)
+
+        def forward(self, x):
+            return self.network["layer"](self.layer(x).permute(0, 2, 3, 1)).mean((1, 2))
+
+    network = converted(Inner(), head="pool").network
+    x = encode(images())
+    assert [channel_axis(network, name, x) for name in ("layer", "network.layer")] == [1, 3]
+
+
 def test_units_of_tokens_are_in_their_last_dimension():
     block = Block(lambda b, x: b.part(x.flatten(2).mT) + 1, part=nn.LayerNorm(WIDTH))
     model, x = converted(Net(block, lambda net, x: net.fc(x).mean(1))), images()

@@ -57,8 +57,9 @@ def test_scores_are_those_of_maps_made_one_by_one(trained, images, monkeypatch):
     assert played.accuracy == pytest.approx(right.float().mean().item())
     assert played.exponent == 2.5
     model.train()  # dropout and norms would spoil the scores, so `play` does not let them
+    frozen = model.network.get_submodule("1").eval()
     again = play(model, images, ["ixg"], GAME, batch=4)
-    assert model.training
+    assert [m for m in model.modules() if not m.training] == [frozen]
     model.eval()
     np.testing.assert_array_equal(again.methods[0].scores, played.methods[0].scores)
 

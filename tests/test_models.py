@@ -1,5 +1,6 @@
 """Models by name: the paper's numbers, sizes of all kinds, and what users get wrong."""
 
+import contextlib
 import copy
 import functools
 import math
@@ -14,6 +15,7 @@ from torch import nn
 import torchbcos as tb
 from cases import mode
 from oracle import TOLERANCE, assert_agrees
+from torchbcos.models import in_mode
 
 EXPLAINED = 3  # targets explained where all of them would only cost time
 
@@ -308,6 +310,27 @@ def test_the_same_seed_gives_the_same_model():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        small_model,
+        lambda: tb.create_model("cifar9", preset="paper").eval(),
+        lambda: tb.create_model("conventional/cifar9").eval(),
+        lambda: tb.load("cifar10"),
+    ],
+    ids=["convert", "create_model", "conventional", "load"],
+)
+def test_a_model_that_is_made_in_inference_mode_can_be_explained_and_trained(make):
+    with torch.inference_mode():
+        model = make()
+        size = model.input_size[0]
+        model(images(1, size))
+    e = tb.explain(model, images(2, size))
+    assert e.weights.any()
+    model.train()(images(2, size)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 @pytest.mark.parametrize("name", ["cifar9", "regnet_y_400mf", "timm/test_convnext"])
 def test_no_weight_is_left_uninitialised(name):
     """Networks are made without memory first; whatever comes back must have real values."""
@@ -467,6 +490,17 @@ def test_a_compiled_model_can_be_explained():
     model, x = small_model(), images(2, 16)
     compiled = torch.compile(model, backend="aot_eager")
     assert torch.equal(tb.explain(compiled, x).weights, tb.explain(model, x).weights)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_mode_lasts_as_long_as_its_context_whatever_ends_it(training):
+    model = small_model().train()
+    model.network.get_submodule("1").eval()
+    before = [m.training for m in model.modules()]
+    with contextlib.suppress(KeyboardInterrupt), in_mode(model, training):
+        assert {m.training for m in model.modules()} == {training}
+        raise KeyboardInterrupt
+    assert [m.training for m in model.modules()] == before
 
 
 def test_a_copy_is_equal_and_independent():

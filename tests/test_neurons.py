@@ -254,9 +254,10 @@ def test_the_state_has_the_size_it_says_whatever_the_number_of_images(
 
 def test_a_model_in_training_is_looked_at_as_in_use_and_stays_in_training(images, tmp_path):
     model = small_model(norm="uncentred").train()
+    frozen = model.network.get_submodule("1").eval()
     found = neurons.collect(model, images, tmp_path / "n", top=TOP)
     (sheet,) = neurons.sheets(model, images, found, [("9", 1)], first=1, rest=0)
-    assert model.training
+    assert [m for m in model.modules() if not m.training] == [frozen]
     x = images.batch(torch.tensor([sheet.first[0].image]))[0]
     e = tb.explain(model.eval(), x, layer="9", unit=1)
     assert sheet.first[0].value == pytest.approx(e.outputs.item(), rel=1e-5)
@@ -283,6 +284,26 @@ def test_layers_by_name_pattern_and_block(images, tmp_path):
     with pytest.raises(ValueError, match="matches no layer: the B-cos layers are conv1"):
         layers("layer9*")
     assert model.training
+
+
+def test_layers_whose_names_differ_by_the_prefix_of_a_model_are_apart(images, tmp_path):
+    class Prefixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = nn.ModuleDict({"conv": tb.BcosConv2d(4, 8, 3)})
+            self.conv = tb.BcosConv2d(6, 4, 3)
+
+        def forward(self, x):
+            return self.network["conv"](self.conv(x)).mean((2, 3))
+
+    model = tb.BcosModel(Prefixed(), num_classes=8).double().eval()
+    found = neurons.collect(model, images, tmp_path / "n", top=TOP)
+    by_name = {
+        name: by_brute_force(activations_of(model, images, name), TOP)
+        for name in ("conv", "network.conv")
+    }
+    assert {name: at.units for name, at in found.layers.items()} == {"conv": 4, "network.conv": 8}
+    assert_equals(found, by_name)
 
 
 class Positionwise(nn.Module):
@@ -531,6 +552,22 @@ def test_contributions_go_to_the_targets_that_are_asked_for(model, images):
         neurons.unit_contributions(model, x, "nine")
 
 
+def test_a_wrapped_model_is_looked_at_as_what_it_wraps(model, images, found, expected, tmp_path):
+    wrapped, x = (
+        torch.optim.swa_utils.AveragedModel(model),
+        images.batch(torch.arange(2))[0].double(),
+    )
+    again = neurons.collect(wrapped, images, tmp_path / "n", top=TOP, batch=16)
+    assert again.fingerprint == found.fingerprint == neurons.fingerprint(wrapped)
+    assert_equals(again, expected)
+    told = neurons.unit_contributions(wrapped, x, "6")
+    assert torch.equal(told.units, neurons.unit_contributions(model, x, "6").units)
+    ranked = neurons.most_active_for(wrapped, x[0], "6")
+    assert ranked == neurons.most_active_for(model, x[0], "6")
+    (sheet,) = neurons.sheets(wrapped, images, found, [("6", 3)], first=1, rest=0)
+    assert sheet.first[0].image == found.units("6").images[3, 0]
+
+
 # Sheets.
 
 
@@ -613,6 +650,13 @@ def test_a_model_has_one_fingerprint():
     assert neurons.fingerprint(one) == neurons.fingerprint(same) != neurons.fingerprint(other)
     same.temperature *= 2
     assert neurons.fingerprint(one) != neurons.fingerprint(same)
+
+
+@pytest.mark.parametrize("changes", [{"b": 1.5}, {"eps": 1e-6}, {"scale": 3.0}])
+def test_what_a_layer_computes_is_in_the_fingerprint(changes):
+    one, other = small_model(), small_model()
+    vars(dict(other.bcos_layers())["6"]).update(changes)
+    assert neurons.fingerprint(one) != neurons.fingerprint(other)
 
 
 def stored(page):

@@ -1,11 +1,14 @@
 """Running a network up to one of its layers, by any name the original network had."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import torchvision
 from torch import nn
 
 import torchbcos as tb
+from torchbcos.layout import tap_with_axis
 from torchbcos.tap import layer_names, tap, watch
 
 
@@ -219,6 +222,42 @@ def test_a_name_that_is_like_no_other_is_answered_with_examples(resnet, wrong):
     for network in (plain(), resnet):
         with pytest.raises(ValueError, match="did you mean"):
             tap(network, wrong, torch.rand(1, 6, 32, 32))
+
+
+class Network(nn.Module):
+    """It has a part that is called as a model's network is."""
+
+    def __init__(self, conv, channels, block):
+        super().__init__()
+        self.conv, self.network = (
+            conv(channels, 6, 3),
+            nn.Sequential(OrderedDict(conv=conv(6, 6, 3))),
+        )
+        self.block, self.network.block = nn.Identity(), block
+
+    def forward(self, x):
+        return self.block(self.network.block(self.network.conv(self.conv(x)))[0]).mean((2, 3))
+
+
+@pytest.mark.parametrize("converted", [True, False])
+def test_a_name_is_looked_up_as_it_is_given_before_it_is_one_in_the_model(converted):
+    block = Function(lambda _, x: (x, x))
+    if converted:
+        network = tb.convert(Network(nn.Conv2d, 3, block), input_size=16).network
+    else:
+        network = Network(tb.BcosConv2d, 6, block)
+    x = torch.rand(2, 6, 16, 16)
+    sizes = {"conv": 14, "network.conv": 12, "network.network.conv": 12}
+    for name, size in sizes.items():
+        assert tap(network, name, x).shape[2] == tap_with_axis(network, name, x)[0].shape[2] == size
+    seen = {}
+    watch(network, x, {n: lambda out, n=n: seen.update({n: out.shape[2]}) for n in sizes})
+    assert seen == sizes
+    for ask in (tap, lambda *a: watch(a[0], a[2], {a[1]: lambda out: None})):
+        with pytest.raises(ValueError, match="returns several values"):
+            ask(network, "network.block", x)
+        with pytest.raises(TypeError, match=r"`layer` \(of type int\) must be a layer's name"):
+            ask(network, 0, x)
 
 
 def test_a_module_that_does_not_run_is_refused():

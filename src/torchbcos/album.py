@@ -21,7 +21,7 @@ from torchbcos.cli_common import check_folder
 from torchbcos.explain import explain
 from torchbcos.explanation import Explanation
 from torchbcos.images import ImageError, find_images, read_image
-from torchbcos.models import BcosModel, ConventionalModel
+from torchbcos.models import BcosModel, refuse_conventional
 from torchbcos.page import Panel, Section, build_page, png
 
 __all__ = ["Album", "Request", "Result", "Row", "make_album"]
@@ -129,11 +129,7 @@ def make_album(
 
 def _check_request(request: Request, model: BcosModel) -> list[int | str] | None:
     """The classes asked for, as `explain` takes them; None for the most likely ones."""
-    if isinstance(model, ConventionalModel):
-        raise ValueError(
-            "`--model` is conventional, and W(x) of it does not sum up to its output: use a B-cos "
-            "model."
-        )
+    refuse_conventional(model, "W(x) of it does not sum up to its output", called="`--model`")
     count = model.num_classes or 1
     if request.delta and request.layer is not None:
         raise ValueError("`--delta` compares two classes, not units: leave out --delta or --layer.")

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +25,23 @@ from torch import Tensor, nn
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosLayer
-from torchbcos.models import BcosModel
+from torchbcos.models import BcosModel, in_mode, refuse_conventional
+from torchbcos.wrappers import bcos_within
 
 __all__ = ["LayerSignal", "Signal", "calibrate", "signal"]
 
 LOGIT_RMS = 0.05
 
+M = TypeVar("M", bound=nn.Module)
+
 
 def calibrate(
-    model: BcosModel,
+    model: M,
     images: Tensor,
     *,
     logit_rms: float = LOGIT_RMS,
     only_temperature: bool = False,
-) -> BcosModel:
+) -> M:
     """Set γ of every layer and T in place, so that signals neither vanish nor explode.
 
     `images` are a batch [N, C, H, W] as in training; 32 or more are enough. After the call every
@@ -55,11 +58,13 @@ def calibrate(
     >>> round(tb.signal(tb.calibrate(model, images), images).logits, 3)
     0.05
     """
-    check_images(images, model.in_channels)
+    inner = bcos_within(model)
+    refuse_conventional(inner, "has no γ to set")
+    check_images(images, inner.in_channels)
     check_values(images)
     if not (math.isfinite(logit_rms) and logit_rms > 0):
         raise ValueError(f"`logit_rms` (={logit_rms!r}) must be a positive finite number.")
-    before = {layer: layer.scale for _, layer in model.bcos_layers()}
+    before = {layer: layer.scale for _, layer in inner.bcos_layers()}
     done: set[nn.Module] = set()
 
     def settle(layer: BcosLayer, _: Tensor, out: Tensor) -> Tensor:
@@ -73,8 +78,8 @@ def calibrate(
     try:
         for layer in before if not only_temperature else ():
             layer.scale = 1.0
-        with _watching(model, settle), _as_in_training(model):
-            outputs = model.network(encode(images.to(next(model.parameters()).dtype)))
+        with _watching(inner, settle), _as_in_training(inner):
+            outputs = inner.network(encode(images.to(next(inner.parameters()).dtype)))
         first = outputs if isinstance(outputs, Tensor) else outputs[0]
         finite = bool(torch.isfinite(first).all())
         if not finite or not first.any():
@@ -87,8 +92,8 @@ def calibrate(
         for layer, scale in before.items():
             layer.scale = scale
         raise
-    model.temperature = _rms(first, 1.0) / logit_rms
-    model.scaling = "calibrated"
+    inner.temperature = _rms(first, 1.0) / logit_rms
+    inner.scaling = "calibrated"
     return model
 
 
@@ -117,7 +122,7 @@ class Signal:
         return "\n".join([*lines, f"{'logits':<{width}}  {'':>9}  {'':>9}  {self.logits:>9.3g}"])
 
 
-def signal(model: BcosModel, images: Tensor) -> Signal:
+def signal(model: nn.Module, images: Tensor) -> Signal:
     """How large the signal is in every layer, and how well its weights are aligned with it.
 
     For the user whose training does not start: a column `output` that falls towards 0 or grows
@@ -128,6 +133,8 @@ def signal(model: BcosModel, images: Tensor) -> Signal:
     >>> found.layers[0].name, 0 < found.layers[0].cosine < 1
     ('0', True)
     """
+    model = bcos_within(model)
+    refuse_conventional(model, "has no B-cos layers to look at")
     check_images(images, model.in_channels)
     check_values(images)
     names = {layer: name for name, layer in model.bcos_layers()}
@@ -183,11 +190,5 @@ def _watching(
 @contextmanager
 def _as_in_training(model: BcosModel) -> Iterator[None]:
     """Batch statistics and auxiliary classifiers as in training; nothing is tracked or changed."""
-    modes = {m: m.training for m in model.modules()}
-    try:
-        model.train()
-        with torch.no_grad(), explanation_mode():
-            yield
-    finally:
-        for m, training in modes.items():
-            m.training = training
+    with in_mode(model, training=True), torch.no_grad(), explanation_mode():
+        yield

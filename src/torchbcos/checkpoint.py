@@ -27,7 +27,7 @@ from torchbcos._arguments import check_device
 from torchbcos._version import __version__
 from torchbcos.models import BcosModel, convert, create_model
 from torchbcos.released import is_released, load_released
-from torchbcos.wrappers import unwrapped
+from torchbcos.wrappers import bcos_within
 
 __all__ = ["CheckpointError", "default_name", "load", "save", "write_atomically"]
 
@@ -104,19 +104,18 @@ def save(
 
 def _plain(model: nn.Module) -> BcosModel:
     """The model inside of torch's wrappers, if it can be read back from its tensors."""
-    model = unwrapped(model)
-    if not isinstance(model, BcosModel):
-        raise TypeError(f"`model` (a {type(model).__name__}) must be a BcosModel: convert it.")
-    for name, layer in model.bcos_layers():
+    inner = bcos_within(model)
+    for name, layer in inner.bcos_layers():
         if "weight" not in layer._parameters:
             raise ValueError(
                 f"`model` computes the weight of {name} from others, and could not be read back: "
                 "make it plain, with torch.nn.utils.parametrize.remove_parametrizations or "
                 "torch.nn.utils.prune.remove."
             )
-    return model
+    return inner
 
 
+@torch.inference_mode(False)  # no derivative passes weights that are made in it
 def load(
     name_or_path: str | os.PathLike[str],
     *,

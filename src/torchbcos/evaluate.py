@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchbcos.batches import at_once, find_damaged, in_order
 from torchbcos.data import ImageFiles, ImageSet, Split, open_data
-from torchbcos.models import BcosModel
+from torchbcos.models import BcosModel, in_mode
 
 __all__ = ["Evaluation", "evaluate", "evaluate_classes", "open_as_trained", "tally"]
 
@@ -131,7 +131,6 @@ def tally(
     by_class: Tensor | None = None,  # [K, 2], to which images and right ones are added
 ) -> Tensor:  # [3]
     """How many are right, the sum of the losses, and how many there are, in one process's share."""
-    training = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
     total = torch.zeros(3, device=device)
     batch = batch or at_once(images.size, device)
@@ -140,8 +139,7 @@ def tally(
     if console is not None and console.is_terminal:
         count = -(-len(images) // (batch * world))
         batches = track(batches, "batches", count, console=console, transient=True)
-    model.eval()
-    try:
+    with in_mode(model, training=False):
         for x, labels, counts in batches:
             logits = model(x).float()
             target = F.one_hot(labels, logits.shape[1]).to(logits.dtype)
@@ -151,7 +149,4 @@ def tally(
             if by_class is not None:
                 each = torch.stack([counts, right * counts], 1).long()
                 by_class.index_add_(0, labels.cpu(), each.cpu())
-    finally:
-        for module, mode in training.items():
-            module.training = mode
     return total

@@ -6,13 +6,12 @@ constant; it is then linear, and a backward pass from a unit gives that unit's r
 
 from __future__ import annotations
 
-import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from torchbcos.encoding import begin_check_values, check_images, encode
 from torchbcos.explanation import Explanation
 from torchbcos.functional import collect_offsets, record_factors, replay_factors
 from torchbcos.layout import tap_with_axis
-from torchbcos.models import BcosModel
+from torchbcos.models import BcosModel, refuse_conventional
 from torchbcos.tap import node_of, tap
 from torchbcos.targets import Targets, resolve_targets, targets_of_chunk
 from torchbcos.wrappers import check_together, unwrapped
@@ -76,20 +75,29 @@ def explain(
         raise ValueError(f"`images` (shape {shape}) must be a tensor [N, C, H, W].")
     if chunk is None:
         chunk, pixels = CHUNK.get(images.device.type, CHUNK["cpu"])
-        if not model.training:  # in training, statistics are those of the images in a chunk
+        if not _looks_at_batch(model):  # then images in a chunk are not independent
             chunk = max(1, min(chunk, pixels // max(1, images.shape[2:].numel())))
-    if chunk < 1:
-        raise ValueError(f"`chunk` (={chunk}) must be at least 1 image.")
+    if not isinstance(chunk, SupportsIndex) or chunk < 1:
+        raise ValueError(f"`chunk` (={chunk!r}) must be a whole number, of at least 1 image.")
+    chunk = operator.index(chunk)
     if layer is None and unit is not None:
         raise ValueError(f"`unit` (={unit!r}) needs `layer`: the name of the layer it is in.")
     if layer is not None and (unit is None or targets is not None):
         raise ValueError(f"`layer` (={layer!r}) needs `unit`, and `targets` only go with logits.")
     check_together(model, images)
+    if any(p.is_inference() for p in model.parameters()):
+        raise ValueError(
+            "`model` has weights that were made within torch.inference_mode, which no derivative "
+            "passes: explain copy.deepcopy(model), made outside of it."
+        )
     units: list[Any] = list(unit) if isinstance(unit, list) else [unit]
     if not units:
         raise ValueError("`unit` (=[]) must hold at least one unit.")
     if layer is not None:
-        _warn_of_factor(getattr(model, "network", model), layer)
+        refuse_conventional(model, "W(x) of its layers does not sum up to their outputs")
+        _warn_of_factor(_network_of(model), layer)
+    if isinstance(targets, Iterator):
+        targets = list(targets)  # for every chunk
     if isinstance(targets, Tensor):
         targets = targets.cpu()  # now, so that the chunks need not wait for the device
     parts = [
@@ -113,6 +121,19 @@ def explain(
     return replace(parts[0], **joined)  # type: ignore[arg-type]
 
 
+def _network_of(model: nn.Module) -> nn.Module:
+    return model.network if isinstance(model, BcosModel) else model
+
+
+def _looks_at_batch(model: nn.Module) -> bool:
+    """Whether any part of it is in training, or a norm has no statistics but a batch's own."""
+    return any(
+        (module.training and type(module) is not nn.Module)  # torch.fx's folders always are
+        or (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_var is None)
+        for module in model.modules()
+    )
+
+
 def _warn_of_factor(network: nn.Module, layer: str) -> None:
     cause = node_of(network, layer).meta.get(FACTOR) if isinstance(network, GraphModule) else None
     if cause is not None:
@@ -131,15 +152,15 @@ def _explain_chunk(
     units: Sequence[Unit | None],
     create_graph: bool,
 ) -> Explanation:
-    network = getattr(model, "network", model)
+    network = _network_of(model)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_nothing_drawn_or_tracked(model))
+        stack.enter_context(_nothing_drawn_or_tracked(model, images.device))
         given = network_input(model, images if create_graph else images.detach())
         x = given.detach().requires_grad_()
         if create_graph:
-            with record_factors() as tape:
+            with _generators_as_before(images.device), record_factors() as tape:
                 full = tap(network, layer, given) if layer is not None else logits_of(model, given)
             offsets = stack.enter_context(replay_factors(tape))
         else:
@@ -178,7 +199,7 @@ def _explain_chunk(
         positions=positions,
         classes=getattr(model, "classes", None),
         layer=layer,
-        statistics="batch" if model.training else "running",
+        statistics="batch" if _looks_at_batch(model) else "running",
     )
 
 
@@ -215,10 +236,14 @@ def network_input(model: nn.Module, images: Tensor) -> Tensor:
 
 def logits_of(model: nn.Module, x: Tensor) -> Tensor:
     out = model.from_encoded(x) if isinstance(model, BcosModel) else model(x)
-    out = out if isinstance(out, Tensor) else out[0]
-    if out.dim() != 2:
+    if not isinstance(out, Tensor):
+        with suppress(LookupError, TypeError):
+            out = out[0]
+    if not isinstance(out, Tensor) or out.dim() != 2:
+        shape = getattr(out, "shape", None)
+        what = f"a {type(out).__name__}" if shape is None else f"outputs of shape {tuple(shape)}"
         raise ValueError(
-            f"`model` gives outputs of shape {tuple(out.shape)}, not logits [N, K]: explain one of "
+            f"`model` gives {what}, not logits [N, K]: explain one of "
             "its layers with `layer` and `unit`."
         )
     return out
@@ -247,6 +272,11 @@ def _pick_units(
                 raise ValueError(
                     "`unit` (a function) must return one value for each image, a tensor of shape "
                     f"({n},), not {getattr(value, 'shape', type(value).__name__)}."
+                )
+            if activation.requires_grad and not value.requires_grad:
+                raise ValueError(
+                    "`unit` (a function) must compute its values from the activation, in a way "
+                    "that torch can derive: what it returned has no derivative."
                 )
             values.append(value)
             which.append(torch.full((n,), -1, device=activation.device))
@@ -289,19 +319,23 @@ def _unit_index(
     return parts[0], parts[1], parts[2]
 
 
+def _generators_as_before(device: torch.device) -> AbstractContextManager[None]:
+    """What is drawn within is drawn again afterwards."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
 @contextmanager
-def _nothing_drawn_or_tracked(model: nn.Module) -> Iterator[None]:
+def _nothing_drawn_or_tracked(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Random numbers and buffers as before, for a network in training of layers that are not ours.
 
     Dropout draws numbers and torch's own norms keep statistics.
     """
-    if not model.training:
+    if not _looks_at_batch(model):
         yield
         return
     buffers = [(b, b.clone()) for b in model.buffers()]
-    devices = [p.device for p in itertools.islice(model.parameters(), 1) if p.is_cuda]
     try:
-        with torch.random.fork_rng(devices):
+        with _generators_as_before(device):
             yield
     finally:
         with torch.no_grad():

@@ -150,13 +150,15 @@ class Explanation:
     def __repr__(self) -> str:
         n, k, channels, height, width = self.weights.shape
         what = f"layer {self.layer!r}" if self.layer is not None else "logits"
-        scale = self.outputs.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
-        miss = (self.residual.abs().amax() / scale).item()
-        return (
+        text = (
             f"Explanation of {what}: {n} image{'s'[: n != 1]} × {k} target{'s'[: k != 1]}, W(x) of "
-            f"{channels}×{height}×{width}, residual at most {miss:.1e} of the largest output"
-            + (", norms as in training" if self.statistics == "batch" else "")
+            f"{channels}×{height}×{width}"
         )
+        if self.outputs.numel():
+            scale = self.outputs.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
+            miss = (self.residual.abs().amax() / scale).item()
+            text += f", residual at most {miss:.1e} of the largest output"
+        return text + ", norms as in training" * (self.statistics == "batch")
 
 
 def _from_array(value: np.ndarray) -> Any:

@@ -24,10 +24,10 @@ from torchbcos.encoding import decode
 from torchbcos.explain import explain, logits_of, network_input, rows_and_bias
 from torchbcos.explanation import Explanation
 from torchbcos.functional import collect_offsets
-from torchbcos.models import BcosModel, ConventionalModel
+from torchbcos.models import BcosModel, refuse_conventional
 from torchbcos.render import PERCENTILE, colour
 from torchbcos.tracing import trace
-from torchbcos.wrappers import unwrapped
+from torchbcos.wrappers import bcos_within
 
 __all__ = ["ExportError", "Exported", "export"]
 
@@ -82,13 +82,12 @@ def export(
                 f"exporting needs the package {package}: install it with "
                 "pip install 'torchbcos[export]'."
             )
-    model, path = unwrapped(model), Path(path)
-    if not isinstance(model, BcosModel):
-        raise ValueError(f"`model` (a {type(model).__name__}) must be a BcosModel: convert it.")
-    if explanation and isinstance(model, ConventionalModel):
-        raise ValueError(
-            "`model` is conventional, and W(x) of it does not sum up to its output: export its "
-            "logits alone, with explanation=False or --no-explanation."
+    model, path = bcos_within(model), Path(path)
+    if explanation:
+        refuse_conventional(
+            model,
+            "W(x) of it does not sum up to its output",
+            "export its logits alone, with explanation=False or --no-explanation",
         )
     if path.suffix != ".onnx":
         raise ValueError(f"`path` (={str(path)!r}) must end in .onnx.")

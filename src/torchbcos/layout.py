@@ -20,7 +20,7 @@ from torchbcos.convert.rewriter import name_of
 from torchbcos.convert.tracers import class_key
 from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosConv1d, BcosConv2d, BcosConv3d, BcosLinear
-from torchbcos.tap import UpTo, node_of, one_tensor, tap
+from torchbcos.tap import UpTo, name_within, node_of, one_tensor, tap
 
 __all__ = ["channel_axis", "tap_with_axis"]
 
@@ -65,7 +65,7 @@ def tap_with_axis(network: nn.Module, layer: str, x: Tensor) -> tuple[Tensor, in
 
 def channel_axis(network: nn.Module, layer: str, x: Tensor) -> int | None:
     """Of the output of `layer` for inputs as `x`."""
-    own = dict(network.named_modules()).get(layer.removeprefix("network."))
+    own = dict(network.named_modules()).get(name_within(network, layer))
     if isinstance(own, _SECOND):  # known without running it
         return 1
     with torch.no_grad(), explanation_mode():
@@ -93,7 +93,7 @@ def _watched(network: nn.Module, layer: str, x: Tensor) -> tuple[Tensor, int | N
                 hook = module.register_forward_hook(lambda _, __, out, axis=axis: listen(axis, out))
                 hooks.callback(hook.remove)
         out = tap(network, layer, x)
-    own = _of_layer(network.get_submodule(layer.removeprefix("network.")))
+    own = _of_layer(network.get_submodule(name_within(network, layer)))
     found = said.get(out.dim(), set()) if own is None else {own % out.dim()}
     return out, found.pop() if len(found) == 1 else None
 

@@ -35,7 +35,7 @@ from torchbcos.localise import (
     score_cells,
     summarise,
 )
-from torchbcos.models import BcosModel
+from torchbcos.models import BcosModel, in_mode
 from torchbcos.posthoc import Method, by_colours, choose_methods
 from torchbcos.wrappers import check_together, unwrapped
 
@@ -145,9 +145,7 @@ def play(
         method.check(model)
         kernel = game.kernel(method, images.size[-1])
         check_window(kernel, *(game.n * side for side in images.size))
-    training = model.training
-    model.eval()
-    try:
+    with in_mode(model, training=False):
         outputs = _check_fits(model, images, game)
         if classes is not None and classes != outputs:
             raise ValueError(
@@ -155,8 +153,6 @@ def play(
                 "name images of the classes that it learned."
             )
         return _play(model, images, chosen, game, name, data, out, batch, console, tell)
-    finally:
-        model.train(training)
 
 
 def _play(

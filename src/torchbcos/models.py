@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,7 +27,9 @@ __all__ = [
     "ConventionalModel",
     "convert",
     "create_model",
+    "in_mode",
     "list_models",
+    "refuse_conventional",
 ]
 
 
@@ -153,11 +156,32 @@ class ConventionalModel(BcosModel):
         return self.from_outputs(self.network((colours - self.mean) / self.deviation))
 
 
+def refuse_conventional(
+    model: nn.Module, why: str, remedy: str = "use a B-cos model", called: str = "`model`"
+) -> None:
+    """An error for a network that is as it was before any conversion; `why` says what it lacks."""
+    if isinstance(model, ConventionalModel):
+        raise ValueError(f"{called} is conventional, and {why}: {remedy}.")
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in training or in evaluation, and afterwards each of its modules as it was."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        model.train(training)
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
 def default_logit_bias(num_classes: int | None) -> float:
     """The bias that gives each of K classes the probability 1/K when the network says nothing."""
     return -math.log(num_classes - 1) if num_classes and num_classes > 1 else 0.0
 
 
+@torch.inference_mode(False)  # no derivative passes weights that are made in it
 def convert(
     module: nn.Module,
     *,
@@ -195,6 +219,7 @@ def convert(
     return _model(conversion, classes, Architecture(None, options))
 
 
+@torch.inference_mode(False)  # no derivative passes weights that are made in it
 def create_model(
     name: str,
     *,

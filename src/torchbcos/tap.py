@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from torchbcos.convert.tracers import PART_OF, RETURNED_BY
 
-__all__ = ["Look", "UpTo", "layer_names", "node_of", "one_tensor", "tap", "watch"]
+__all__ = ["Look", "UpTo", "layer_names", "name_within", "node_of", "one_tensor", "tap", "watch"]
 
 #: Given a layer's output; what it returns, if anything, goes on in its place.
 Look = Callable[[Tensor], Tensor | None]
@@ -24,7 +25,7 @@ def tap(network: nn.Module, layer: str, x: Tensor) -> Tensor:
     more, stands for the value that the block returned.
     """
     if not isinstance(network, fx.GraphModule):
-        return one_tensor(_tap_module(network, layer.removeprefix("network."), x), layer)
+        return one_tensor(_tap_module(network, layer, x), layer)
     return one_tensor(UpTo(network, node_of(network, layer)).run(x), layer)
 
 
@@ -33,7 +34,7 @@ def watch(network: nn.Module, x: Tensor, looks: Mapping[str, Look]) -> Any:
 
     Names are those of `tap`; of a layer that is used several times the first use is shown.
     """
-    looks = {name.removeprefix("network."): _checked(name, look) for name, look in looks.items()}
+    looks = {name: _checked(name, look) for name, look in looks.items()}
     if not isinstance(network, fx.GraphModule):
         return _watch_modules(network, x, looks)
     nodes: dict[fx.Node, list[Look]] = {}
@@ -56,13 +57,28 @@ def layer_names(network: nn.Module) -> list[str]:
     return list(names)
 
 
+def name_within(network: nn.Module, layer: str) -> str:
+    """The network's own name for `layer`, which may also be named as in the whole model."""
+    if not isinstance(layer, str):
+        kind = type(layer).__name__
+        raise TypeError(
+            f"`layer` (of type {kind}) must be a layer's name in the network, a string."
+        )
+    if not isinstance(network, fx.GraphModule):
+        known = {name for name, _ in network.named_modules(remove_duplicate=False)}
+    else:
+        parts = (node.meta.get(PART_OF, ()) for node in network.graph.nodes)
+        known = {*layer_names(network), *itertools.chain(*parts)}
+    return layer if layer in known else layer.removeprefix("network.")
+
+
 def _target(node: fx.Node) -> str:
     return str(node.target) if node.op == "call_module" else ""
 
 
 def node_of(network: fx.GraphModule, layer: str) -> fx.Node:
     """The operation of the graph whose value is the output of `layer`."""
-    layer = layer.removeprefix("network.")
+    layer = name_within(network, layer)
     is_marked = _is_marked(network)
     found: fx.Node | None = None
     for node in network.graph.nodes if layer else ():
@@ -155,6 +171,7 @@ def _tap_module(network: nn.Module, layer: str, x: Tensor) -> Tensor:
 
 
 def _submodule(network: nn.Module, layer: str) -> nn.Module:
+    layer = name_within(network, layer)
     try:
         if layer:
             return network.get_submodule(layer)

@@ -46,6 +46,7 @@ def resolve_targets(targets: Targets, logits: Tensor, names: Sequence[str] | Non
     if isinstance(targets, Tensor):
         if targets.is_floating_point() or targets.dtype == torch.bool:
             raise TypeError(f"`targets` (dtype {targets.dtype}) must be integers, class indices.")
+        targets = targets.long()  # unsigned ones have no least
         least, most = int(targets.min()), int(targets.max())
         for value in (least, most):
             check_class(value, k)
@@ -54,7 +55,7 @@ def resolve_targets(targets: Targets, logits: Tensor, names: Sequence[str] | Non
                 f"`targets` (shape {tuple(targets.shape)}, of 0 and 1) must be class indices, and "
                 "look one-hot: use targets.argmax(1)."
             )
-        given = targets.to(logits.device, torch.long, non_blocking=True)
+        given = targets.to(logits.device, non_blocking=True)
         if given.dim() == 0:
             given = given.expand(n)
         return given.view(n, -1)

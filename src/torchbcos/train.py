@@ -22,7 +22,7 @@ from torchbcos.evaluate import tally
 from torchbcos.finetune import freeze_all_but_the_head, with_new_head
 from torchbcos.interrupt import told_to_end
 from torchbcos.loss import bce
-from torchbcos.models import BcosModel, ConventionalModel, create_model
+from torchbcos.models import BcosModel, ConventionalModel, create_model, in_mode
 from torchbcos.ops.aside import weight_gradients_aside
 from torchbcos.optimiser import clip_adaptively, make_optimiser, set_rate, set_weight_rms
 from torchbcos.processes import make_fabric, naming_lost_processes
@@ -340,12 +340,9 @@ class _Run:
         every = max(1, len(self.data.test) // 6)
         chosen = torch.arange(0, len(self.data.test), every)[:6]
         images, labels = (t.to(self.fabric.device) for t in self.data.test.batch(chosen))
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
-        drawn = figure(images, explain(model, images, labels))
+        with in_mode(model, training=False):
+            drawn = figure(images, explain(model, images, labels))
         drawn.savefig(self.out / f"epoch-{epoch:03d}.png", dpi=80)
-        for module, mode in modes.items():
-            module.training = mode
 
     # What is left on disk.
 

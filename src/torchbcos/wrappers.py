@@ -7,7 +7,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from torchbcos.models import BcosModel
 
-__all__ = ["check_together", "unwrapped"]
+__all__ = ["bcos_within", "check_together", "unwrapped"]
 
 #: What holds a model as `module`, and computes what it computes.
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
@@ -31,6 +31,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
                     f"model.get_submodule({name!r}) itself."
                 )
     return model
+
+
+def bcos_within(model: nn.Module) -> BcosModel:
+    """`unwrapped`, for what only a BcosModel can do."""
+    inner = unwrapped(model)
+    if not isinstance(inner, BcosModel):
+        raise TypeError(f"`model` (a {type(inner).__name__}) must be a BcosModel: convert it.")
+    return inner
 
 
 def check_together(model: nn.Module, images: Tensor) -> None:

@@ -12,26 +12,26 @@ import fnmatch
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchbcos.batches import at_once
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.interrupt import told_to_end
 from torchbcos.layout import channel_axis
-from torchbcos.models import BcosModel, ConventionalModel
+from torchbcos.models import BcosModel, in_mode, refuse_conventional
 from torchbcos.neurons.table import Layer, Neurons, NeuronsError, write
 from torchbcos.neurons.tally import Saved, Seen, Tally
 from torchbcos.tap import layer_names, watch
+from torchbcos.wrappers import bcos_within
 
-__all__ = ["ImageSet", "collect", "evaluating", "fingerprint", "memory_bound"]
+__all__ = ["ImageSet", "collect", "fingerprint", "memory_bound"]
 
 BATCH = 64  # images that are looked at together, unless they are large ones on a CPU
 
@@ -48,7 +48,7 @@ class ImageSet(Protocol):
 
 
 def collect(
-    model: BcosModel,
+    model: nn.Module,
     images: ImageSet,
     out: Path | str,
     *,
@@ -75,10 +75,8 @@ def collect(
     `out` every `save_every` seconds and when the process is told to end; `resume` goes on from it,
     to the same file.
     """
-    if isinstance(model, ConventionalModel):
-        raise ValueError(
-            "`model` is conventional, and has no B-cos units to look at: use a B-cos model."
-        )
+    model = bcos_within(model)
+    refuse_conventional(model, "has no B-cos units to look at")
     for name, value in (("top", top), ("batch", batch)):
         if value is not None and value < 1:
             raise ValueError(f"`{name}` (={value}) must be at least 1.")
@@ -96,7 +94,7 @@ def collect(
     names = _class_names(model, classes, labels)
     if batch is None:
         batch = min(BATCH, at_once(images.batch(torch.tensor([0]))[0].shape[2:], _device(model)))
-    with evaluating(model), told_to_end() as ending:
+    with in_mode(model, training=False), told_to_end() as ending:
         chosen = _chosen(model, images, layers)
         identity = {
             "count": count,
@@ -143,11 +141,12 @@ def memory_bound(units: int, top: int, batch: int) -> int:
     return state + merging
 
 
-def fingerprint(model: BcosModel) -> str:
-    """A name for the model's function: equal for equal weights and scales, on any device."""
+def fingerprint(model: nn.Module) -> str:
+    """A name for the model's function: equal for equal weights, γ, B and ε, on any device."""
+    model = bcos_within(model)
     state = model.state_dict()
     hashes = torch.stack([torch.hash_tensor(v).view(torch.int64) for v in state.values()])
-    scales = [layer.scale for _, layer in model.bcos_layers()]
+    scales = [(layer.scale, layer.b, layer.eps) for _, layer in model.bcos_layers()]
     words = json.dumps([list(state), hashes.tolist(), scales, model.temperature, model.logit_bias])
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 
@@ -263,14 +262,3 @@ def _device(model: BcosModel) -> torch.device:
 def _encoded(model: BcosModel, images: Tensor) -> Tensor:
     weight = next(model.parameters())
     return encode(images.to(weight.device, weight.dtype, non_blocking=True))
-
-
-@contextmanager
-def evaluating(model: BcosModel) -> Iterator[None]:
-    """The model in evaluation mode, and afterwards as it was."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchbcos.encoding import check_images, check_values, encode
 from torchbcos.functional import collect_offsets
 from torchbcos.layout import channel_axis
-from torchbcos.models import BcosModel
+from torchbcos.models import BcosModel, refuse_conventional
 from torchbcos.neurons.table import Neurons, NeuronsError, Ranked, largest
 from torchbcos.tap import tap, watch
 from torchbcos.targets import Targets, resolve_targets
+from torchbcos.wrappers import bcos_within
 
 __all__ = ["UnitContributions", "most_active_for", "most_contributing", "unit_contributions"]
 
@@ -53,7 +54,7 @@ class UnitContributions:
 
 
 def unit_contributions(
-    model: BcosModel, images: Tensor, layer: str, targets: Targets = None
+    model: nn.Module, images: Tensor, layer: str, targets: Targets = None
 ) -> UnitContributions:
     """What every unit of `layer` contributes to the predicted class of each image, or to `targets`.
 
@@ -69,6 +70,8 @@ def unit_contributions(
     >>> torch.allclose(total, found.outputs, rtol=1e-4)
     True
     """
+    model = bcos_within(model)
+    refuse_conventional(model, "what its units add does not sum up to its logits")
     check_images(images, model.in_channels)
     check_values(images)
     cut: list[Tensor] = []
@@ -135,7 +138,7 @@ def _shares(grads: Sequence[Tensor | None], sources: Sequence[Tensor]) -> Tensor
 
 
 def most_contributing(
-    model: BcosModel,
+    model: nn.Module,
     images: Tensor,
     layer: str,
     target: int | str,
@@ -153,13 +156,15 @@ def most_contributing(
 
 
 def most_active_for(
-    model: BcosModel, image: Tensor, layer: str, count: int = 10, *, usual: Neurons | None = None
+    model: nn.Module, image: Tensor, layer: str, count: int = 10, *, usual: Neurons | None = None
 ) -> list[Ranked]:
     """The units of `layer` that one image [C, H, W] excites most.
 
     With `usual`, which units those are is judged by what they do over a data set: the score is by
     how many deviations this image exceeds the largest activation that an image usually has.
     """
+    model = bcos_within(model)
+    refuse_conventional(model, "has no B-cos units to look at")
     images = image[None] if image.dim() == 3 else image
     check_images(images, model.in_channels)
     check_values(images)

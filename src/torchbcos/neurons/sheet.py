@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchbcos import render
 from torchbcos.explain import explain
 from torchbcos.explanation import Explanation
-from torchbcos.models import BcosModel
-from torchbcos.neurons.collecting import ImageSet, evaluating, fingerprint
+from torchbcos.models import BcosModel, in_mode
+from torchbcos.neurons.collecting import ImageSet, fingerprint
 from torchbcos.neurons.table import Layer, Neurons, NeuronsError, Ranked
+from torchbcos.wrappers import bcos_within
 
 __all__ = ["Sheet", "Sight", "sheets"]
 
@@ -47,7 +48,7 @@ class Sheet:
 
 
 def sheets(
-    model: BcosModel,
+    model: nn.Module,
     images: ImageSet,
     neurons: Neurons,
     units: Iterable[tuple[str, int] | Ranked],
@@ -64,6 +65,7 @@ def sheets(
     there are also those of the highest activation outside of each of the first pictures: the very
     next one is nearly always the neighbour of the highest, and shows the same.
     """
+    model = bcos_within(model)
     if fingerprint(model) != neurons.fingerprint:
         raise NeuronsError(f"`model` is not the one that {neurons.path} was made with: load that.")
     if len(images) != neurons.count or not torch.equal(images.labels.cpu().long(), neurons.labels):
@@ -82,7 +84,7 @@ def sheets(
             )
         numbers = known.images[unit, : first + rest].long()
         seen = _Pass(model, images, neurons, known.layer, unit, numbers, size)
-        with evaluating(model):
+        with in_mode(model, training=False):
             sights = seen.sights(known.positions[unit, : len(numbers)])
             _check(known.values[unit, : len(numbers)], sights, neurons)
             others: tuple[Sight | None, ...] = (None,) * len(sights[:first])

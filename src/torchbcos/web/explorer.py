@@ -19,7 +19,7 @@ from torchbcos.explain import explain, logits_of, network_input
 from torchbcos.explanation import Explanation
 from torchbcos.images import read_image
 from torchbcos.layers import BcosConv2d
-from torchbcos.models import BcosModel, ConventionalModel
+from torchbcos.models import BcosModel, refuse_conventional
 from torchbcos.page import png
 from torchbcos.tap import tap
 
@@ -47,10 +47,7 @@ class Explorer:
     """A model and the images that were shown to it. All methods can be called from any thread."""
 
     def __init__(self, model: BcosModel, name: str, samples: tuple[Path, ...] = ()) -> None:
-        if isinstance(model, ConventionalModel):
-            raise ValueError(
-                f"`model` (={name!r}) is conventional, and has no W(x) to show: use a B-cos model."
-            )
+        refuse_conventional(model, "has no W(x) to show", called=f"`model` (={name!r})")
         self.model = model.eval()
         self.name = name
         self.samples = samples
