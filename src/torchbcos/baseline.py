@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchbcos._arguments import check_device
 from torchbcos.explain import logits_of
-from torchbcos.models import ConventionalModel
+from torchbcos.models import DEVIATION, MEAN, ConventionalModel
 from torchbcos.wrappers import unwrapped
 
 __all__ = ["Normalised", "how_tested", "load_baseline", "to_explain"]
@@ -19,7 +19,6 @@ __all__ = ["Normalised", "how_tested", "load_baseline", "to_explain"]
 IMAGENET = 1000  # classes
 _OTHERWISE_NORMALISED = ("googlenet", "inception_v3")
 _OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")  # in torchvision's DenseNets
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
 class Normalised(nn.Module):
@@ -35,24 +34,22 @@ class Normalised(nn.Module):
     def __init__(
         self,
         network: nn.Module,
-        mean: tuple[float, ...] = MEAN,
-        deviation: tuple[float, ...] = DEVIATION,
+        mean: Tensor | tuple[float, ...] = MEAN,
+        deviation: Tensor | tuple[float, ...] = DEVIATION,
         logit_bias: float | None = None,
     ) -> None:
         super().__init__()
         self.network = network
         self.logit_bias = logit_bias
-        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
-        self.register_buffer("deviation", torch.tensor(deviation).view(-1, 1, 1), persistent=False)
+        for name, value in (("mean", mean), ("deviation", deviation)):
+            self.register_buffer(name, torch.as_tensor(value).view(-1, 1, 1), persistent=False)
 
     def normalise(self, images: Tensor) -> Tensor:
         return (images - self.mean) / self.deviation
 
     def around(self, network: nn.Module) -> Normalised:
         """Another network in place of this one."""
-        other = Normalised(network, logit_bias=self.logit_bias)
-        other.mean, other.deviation = self.mean, self.deviation
-        return other
+        return Normalised(network, self.mean, self.deviation, self.logit_bias)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.from_normalised(self.normalise(images))
@@ -69,8 +66,7 @@ def to_explain(model: nn.Module) -> nn.Module:
     inner = unwrapped(model)
     if not isinstance(inner, ConventionalModel):
         return inner
-    normalised = Normalised(inner.network, logit_bias=inner.logit_bias)
-    normalised.mean, normalised.deviation = inner.mean, inner.deviation
+    normalised = Normalised(inner.network, inner.mean, inner.deviation, inner.logit_bias)
     normalised.training = inner.training
     return normalised
 

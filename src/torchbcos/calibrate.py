@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchbcos.encoding import check_images, check_values, encode
+from torchbcos.encoding import check_images, check_values
 from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosLayer
 from torchbcos.models import BcosModel, in_mode, refuse_conventional
@@ -79,7 +79,7 @@ def calibrate(
         for layer in before if not only_temperature else ():
             layer.scale = 1.0
         with _watching(inner, settle), _as_in_training(inner):
-            outputs = inner.network(encode(images.to(next(inner.parameters()).dtype)))
+            outputs = inner.network(inner.encoded(images))
         first = outputs if isinstance(outputs, Tensor) else outputs[0]
         finite = bool(torch.isfinite(first).all())
         if not finite or not first.any():
@@ -149,7 +149,7 @@ def signal(model: nn.Module, images: Tensor) -> Signal:
         return out
 
     with _watching(model, look), _as_in_training(model):
-        outputs = model.network(encode(images.to(next(model.parameters()).dtype)))
+        outputs = model.network(model.encoded(images))
     first = outputs if isinstance(outputs, Tensor) else outputs[0]
     return Signal(tuple(rows), _rms(first, 0.0) / model.temperature)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from torchbcos.convert.rewriter import FACTOR
-from torchbcos.encoding import begin_check_values, check_images, encode
+from torchbcos.encoding import begin_check_values, check_images
 from torchbcos.explanation import Explanation
 from torchbcos.functional import collect_offsets, record_factors, replay_factors
 from torchbcos.layout import tap_with_axis
@@ -229,9 +229,9 @@ def rows_and_bias(
 
 def network_input(model: nn.Module, images: Tensor) -> Tensor:
     """What W(x) multiplies: the encoded images, or for a bare network the images as they are."""
-    dtype = next((p.dtype for p in model.parameters()), images.dtype)
-    images = images.to(dtype)
-    return encode(images) if isinstance(model, BcosModel) else images.clone()
+    if isinstance(model, BcosModel):
+        return model.encoded(images)
+    return images.to(next((p.dtype for p in model.parameters()), images.dtype), copy=True)
 
 
 def logits_of(model: nn.Module, x: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from torchbcos.layers import BcosLayer
 from torchbcos.presets import paper_preset
 from torchbcos.v2_networks import v2_network
 
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours
+
 __all__ = [
     "Architecture",
     "BcosModel",
@@ -88,8 +90,12 @@ class BcosModel(nn.Module):
         check_images(images, self.in_channels)
         if not (self._values_checked or torch.compiler.is_compiling()):
             self._check_once(images)
+        return self.from_encoded(self.encoded(images))
+
+    def encoded(self, images: Tensor) -> Tensor:  # [N, 2C, H, W]
+        """Images in 0..1 as the network takes them, in its type."""
         dtype = next((p.dtype for p in self.parameters()), images.dtype)
-        return self.from_encoded(encode(images.to(dtype)))
+        return encode(images.to(dtype))
 
     def from_encoded(self, encoded: Tensor) -> Tensor | tuple[Tensor, ...]:
         """`forward` for images that went through `encoding.encode` already."""
@@ -145,7 +151,7 @@ class ConventionalModel(BcosModel):
     def __init__(self, network: nn.Module, **arguments: Any) -> None:
         super().__init__(network, **arguments)
         self.scaling = "conventional"
-        mean, deviation = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
+        mean, deviation = torch.tensor([MEAN, DEVIATION])
         if self.in_channels != 3:
             mean, deviation = mean.mean()[None], deviation.mean()[None]
         self.register_buffer("mean", mean[:, None, None], persistent=False)
@@ -238,9 +244,9 @@ def create_model(
 
     Ours are `cifar9`, the paper's for CIFAR-10, `cifar_resnet` and `mini`. `options` go to the
     architecture, as `growth_rate=22` to a DenseNet, or `in_channels=1` to any, for grey images.
-    `preset="paper"` sets the paper's γ, T and b; otherwise call `calibrate` before training.
-    `conventional/NAME` is the network of that name as it was, to compare with; `v2/NAME` is a
-    ConvNeXt or a vision transformer of the authors' own.
+    `preset="paper"` sets the paper's γ, T and bias of the logits; otherwise call `calibrate` before
+    training. `conventional/NAME` is the network of that name as it was, to compare with; `v2/NAME`
+    is a ConvNeXt or a vision transformer of the authors' own.
 
     >>> model = create_model("cifar9", b=2.0, max_out=2, preset="paper")
     >>> model(torch.rand(1, 3, 32, 32)).shape
@@ -283,7 +289,7 @@ def create_model(
 
 
 def apply_preset(model: BcosModel, preset: str) -> None:
-    """Set γ, T and b as `preset` (only "paper") has them for the model's architecture."""
+    """Set γ, T and logit bias as `preset` (only "paper") has them for the architecture."""
     if preset != "paper":
         raise ValueError(f"`preset` (={preset!r}) must be 'paper' or None.")
     layers = dict(model.bcos_layers())

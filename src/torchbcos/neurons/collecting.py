@@ -22,7 +22,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from torchbcos.batches import at_once
-from torchbcos.encoding import check_images, check_values, encode
+from torchbcos.encoding import check_images, check_values
 from torchbcos.interrupt import told_to_end
 from torchbcos.layout import channel_axis
 from torchbcos.models import BcosModel, in_mode, refuse_conventional
@@ -260,5 +260,4 @@ def _device(model: BcosModel) -> torch.device:
 
 
 def _encoded(model: BcosModel, images: Tensor) -> Tensor:
-    weight = next(model.parameters())
-    return encode(images.to(weight.device, weight.dtype, non_blocking=True))
+    return model.encoded(images.to(_device(model), non_blocking=True))

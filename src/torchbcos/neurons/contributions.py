@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchbcos.encoding import check_images, check_values, encode
+from torchbcos.encoding import check_images, check_values
 from torchbcos.functional import collect_offsets
 from torchbcos.layout import channel_axis
 from torchbcos.models import BcosModel, refuse_conventional
@@ -81,7 +81,7 @@ def unit_contributions(
         return cut[0]
 
     with torch.inference_mode(False), torch.enable_grad(), collect_offsets() as offsets:
-        x = encode(images.detach().to(next(model.parameters()).dtype)).requires_grad_()
+        x = model.encoded(images.detach()).requires_grad_()
         logits = model.from_outputs(watch(model.network, x, {layer: start_here}))
         logits = logits if isinstance(logits, Tensor) else logits[0]
         indices = resolve_targets(targets, logits, model.classes)
@@ -171,7 +171,7 @@ def most_active_for(
     if len(images) != 1:
         raise ValueError(f"`image` (={len(images)} images) must be one, [C, H, W].")
     with torch.no_grad():
-        x = encode(images.to(next(model.parameters()).dtype))
+        x = model.encoded(images)
         out = tap(model.network, layer, x)
     maps = out.movedim(_axis(model, layer, x, out), 1)
     peaks = maps[0].flatten(1).amax(1) if maps.dim() > 2 else maps[0]
