@@ -50,6 +50,28 @@ def album_of(paths, model, folder, **request):
     return make_album(paths, model, Request(**request), folder / "out", Console(file=io.StringIO()))
 
 
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"classes": ("cat",), "top": 2}, "`--top` .*=2. and --classes both choose"),
+        ({"classes": ("cat",), "layer": "2", "unit": 0}, "`--classes` chooses classes, not units"),
+        ({"top": 2, "layer": "2", "unit": 0}, "`--top` chooses classes, not units"),
+        ({"classes": ("cat", "cat"), "delta": True}, "compares cat with itself"),
+    ],
+)
+def test_requests_that_contradict_themselves_are_refused(folder, model, request_, words):
+    with pytest.raises(ValueError, match=words):
+        album_of([photo(folder / "a.png")], model, folder, **request_)
+
+
+def test_a_number_is_no_place_where_classes_have_numbers_for_names(folder):
+    model = make_model(("0", "1", "10", "2"))
+    (result,) = album_of([photo(folder / "a.png")], model, folder, classes=("2",)).results
+    assert (result.rows[0].name, result.rows[0].index) == ("2", 3)
+    with pytest.raises(ValueError, match=r"`targets` \(='3'\) must be a class of the model"):
+        album_of([photo(folder / "a.png")], model, folder, classes=("3",))
+
+
 class Page(HTMLParser):
     """What a browser would find in a page."""
 

@@ -100,11 +100,11 @@ WRONG_SHAPES = [
     ((2, 6, 8, 8), 3, r"\(2, 6, 8, 8\)\) .*already encoded; pass plain images"),
     ((2, 1, 8, 8), 3, r"\(2, 1, 8, 8\)\) .*repeat the grey .*images\.expand\(-1, 3, -1, -1\)"),
     ((2, 4, 8, 8), 3, r"\(2, 4, 8, 8\)\) .*drop the alpha channel with images\[:, :3\]"),
-    ((2, 5, 8, 8), 3, r"\(2, 5, 8, 8\)\) .*this model was made for 3 channels"),
+    ((2, 5, 8, 8), 3, r"\(2, 5, 8, 8\)\) .*this model was made for images of 3 channels"),
     (
         (2, 3, 8, 8),
         1,
-        r"\(2, 3, 8, 8\)\) must be \[N, 1, H, W\]: this model was made for 1 channel",
+        r"\(2, 3, 8, 8\)\) must be \[N, 1, H, W\]: make it grey with torchvision",
     ),
     ((2, 2, 8, 8), 1, r"\(2, 2, 8, 8\)\) must be \[N, 1, H, W\]: .*already encoded"),
     ((0, 3, 8, 8), 3, r"\(0, 3, 8, 8\)\) is empty"),

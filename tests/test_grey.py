@@ -94,10 +94,18 @@ def test_the_first_layer_of_conventional_networks_keeps_the_variance_of_its_outp
     assert grey.mean.shape == grey.deviation.shape == (1, 1, 1)
 
 
-@pytest.mark.parametrize("channels", [0, 1.0, "1"])
-def test_in_channels_is_checked(channels):
+@pytest.mark.parametrize("name", ["resnet18", "mini", "timm/resnet18", "v2/convnext_tiny_pn"])
+@pytest.mark.parametrize("channels", [0, 1.0, "1", True])
+def test_in_channels_is_checked(name, channels):
     with pytest.raises(ValueError, match=r"`in_channels` \(=.*\) must be an integer of at least 1"):
-        tb.create_model("resnet18", in_channels=channels)
+        tb.create_model(name, num_classes=2, in_channels=channels)
+    with pytest.raises(ValueError, match=r"`in_chans` \(=1\) is `in_channels` here"):
+        tb.create_model(name, num_classes=2, in_chans=1)
+
+
+def test_options_that_a_network_does_not_take_are_named():
+    with pytest.raises(ValueError, match=r"`options` \(.*widht=8\) must suit mini: .*'widht'"):
+        tb.create_model("mini", num_classes=2, widht=8)
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,12 @@ def test_of_an_animation_the_first_frame_is_taken(tmp_path, name):
 # One channel, and sizes.
 
 
+def test_sizes_beyond_memory_are_refused(tmp_path):
+    picture().save(tmp_path / "x.png")
+    with pytest.raises(ImageError, match=r"x.png cannot be made 100000×100000 pixels"):
+        read_image(tmp_path / "x.png", (100_000, 100_000))
+
+
 def test_models_of_one_channel_get_grey(tmp_path):
     assert np.array_equal(read(Image.fromarray(GREY), tmp_path, channels=1)[:, :, 0], GREY)
     found = read(picture(), tmp_path, channels=1)
@@ -460,7 +466,7 @@ def test_paths_may_be_relative(folder, monkeypatch):
 
 
 def test_files_of_twelve_bits_in_sixteen_are_told_of(tmp_path):
-    images._tell_once.cache_clear()
+    images._told.clear()
     values = np.linspace(0, 4095, 64).astype(np.uint16).reshape(8, 8)
     for i in range(2):
         Image.fromarray(values).save(tmp_path / f"{i}.png")

@@ -177,6 +177,8 @@ def test_a_recipe_of_ones_own_may_have_a_base(tmp_path):
     other = tmp_path / "other.toml"
     other.write_text(f'base = "{mine}"\narch = "mini"\n')
     assert read_recipe(str(other), "x").options == {}  # they were for another network
+    changed = read_recipe(str(mine), "x", ["options.max_out=3", "arch=mini"])
+    assert changed.options == {"max_out": 3}
 
 
 @pytest.mark.parametrize(
@@ -185,14 +187,21 @@ def test_a_recipe_of_ones_own_may_have_a_base(tmp_path):
         ("nope", [], r"`recipe` \(='nope'\) must be a TOML file or a recipe's name"),
         ("cifar", [], "did you mean cifar10"),
         ("imagenet-resnet34", [], r"`--data` is missing"),
-        ("shapes", ["speed=3"], "`speed` is no setting: choose among"),
-        ("shapes", ["bacth=3"], "`bacth` is no setting: choose among batch"),
+        ("shapes", ["xyz=3"], "`xyz` is no setting: accumulate, adaptive_clip,"),
+        ("shapes", ["bacth=3"], "`bacth` is no setting: did you mean batch"),
         ("shapes", ["lr"], "`lr` must be name=value"),
         ("shapes", ["lr=fast"], r"`lr` \(='fast'\) must be a number"),
         ("shapes", ["epochs=true"], r"`epochs` \(=True\) must be a number"),
         ("shapes", ["batch=6.5"], r"`batch` \(=6.5\) must be a whole number"),
         ("shapes", ["augment=flip"], r"`augment` \(='flip'\) must be a list of names"),
         ("shapes", ["options=3"], r"`options` \(=3\) must be a table"),
+        (
+            "shapes",
+            ["options.num_classes=7"],
+            r"`options` \(with num_classes\) must leave it to the d",
+        ),
+        ("shapes", ["options.input_size=7"], "must leave it to the setting `size`"),
+        ("shapes", ["lr=inf"], r"`lr` \(=inf\) must be above 0 and finite"),
     ],
 )
 def test_mistakes_are_named(recipe, changes, words):

@@ -1,5 +1,7 @@
 """Pictures, pixel by pixel, from explanations written down by hand."""
 
+import itertools
+
 import matplotlib
 import matplotlib.pyplot
 import numpy as np
@@ -300,6 +302,25 @@ def test_panels_are_titled_by_name_number_or_unit(extra, names, title):
     e = explanation(np.ones((1, 2, 6, 4, 4)), np.ones((1, 2, 4, 4)), **extra)
     figure = render.figure(torch.rand(1, 3, 4, 4), e, names=names, maps=False)
     assert figure.axes[2].get_title() == f"{title}  0.00"
+
+
+@pytest.mark.parametrize(
+    "name", ["a$^{b", "c$x_$y", "d$\\frac$", "a class with a name that is long"]
+)
+def test_any_name_of_a_class_is_drawn_as_it_is_or_cut(name, tmp_path):
+    e = explanation(np.ones((1, 2, 6, 4, 4)), np.ones((1, 2, 4, 4)), classes=(name, "other"))
+    figure = render.figure(torch.rand(1, 3, 4, 4), e)
+    title = figure.axes[1].get_title()
+    assert title == f"{name if len(name) <= render.TITLE else name[:19] + '…'}  0.00"
+    figure.savefig(tmp_path / "figure.png")
+    boxes = [axis.title.get_window_extent() for axis in figure.axes]
+    assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
+
+
+def test_names_that_do_not_suffice_are_refused():
+    e = explanation(np.ones((1, 2, 6, 4, 4)), np.ones((1, 2, 4, 4)))
+    with pytest.raises(ValueError, match=r"`names` \(=1\) must name every class"):
+        render.figure(torch.rand(1, 3, 4, 4), e, names=["a"])
 
 
 def test_a_figure_of_other_images_is_refused():

@@ -186,6 +186,17 @@ def test_training_learns_and_the_file_gives_the_same_accuracy(little_data, tmp_p
     assert again.input_size == (24, 24)
 
 
+def test_a_picture_that_cannot_be_drawn_does_not_cost_the_epoch(little_data, tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(train._Run, "_draw", fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        train.train(config(epochs=1), tmp_path, console=QUIET, pictures=1)
+    monkeypatch.undo()
+    assert (tmp_path / "state.safetensors").exists()
+
+
 def test_pictures_are_drawn_and_metrics_written(little_data, tmp_path):
     train.train(config(epochs=2), tmp_path, console=QUIET, pictures=2)
     assert (tmp_path / "epoch-002.png").stat().st_size > 1000

@@ -34,7 +34,7 @@ class Request:
     """What to explain of each image."""
 
     classes: tuple[str, ...] = ()  # names or numbers; empty for the `top` most likely
-    top: int = 1
+    top: int | None = None  # 1, if no classes are named
     layer: str | None = None
     unit: int | tuple[int, int, int] | None = None
     delta: bool = False  # also the first target against the second
@@ -133,19 +133,29 @@ def _check_request(request: Request, model: BcosModel) -> list[int | str] | None
     count = model.num_classes or 1
     if request.delta and request.layer is not None:
         raise ValueError("`--delta` compares two classes, not units: leave out --delta or --layer.")
-    if request.delta and (len(request.classes) or request.top) < 2:
+    for name, given in (("--classes", request.classes), ("--top", request.top)):
+        if given and request.layer is not None:
+            raise ValueError(f"`{name}` chooses classes, not units: leave out {name} or --layer.")
+    if request.classes and request.top is not None:
+        raise ValueError(f"`--top` (={request.top}) and --classes both choose: leave out one.")
+    top = request.top or 1
+    if request.delta and (len(request.classes) or top) < 2:
         remedy = "name two with --classes" if request.classes else "add --top 2, or --classes"
         raise ValueError(f"`--delta` compares two classes: {remedy}.")
+    if request.delta and len({*request.classes[:2]}) == 1:
+        raise ValueError(f"`--delta` compares {request.classes[0]} with itself: name two classes.")
     if request.style not in ("paper", "released"):
         raise ValueError(f"`--style` (={request.style!r}) must be 'paper' or 'released'.")
     if (request.layer is None) != (request.unit is None):
         raise ValueError("`--layer` and `--unit` go together: name the layer and its unit.")
-    if request.top > count:
-        raise ValueError(f"`--top` (={request.top}) must be at most {count}, the model's classes.")
+    if top > count:
+        raise ValueError(f"`--top` (={top}) must be at most {count}, the model's classes.")
     if not request.classes:
         return None
     known = model.classes or ()
-    return [c if c in known or not c.isdecimal() else int(c) for c in request.classes]
+    if any(name.isdecimal() for name in known):
+        return list(request.classes)  # a number that is no name is no class's place either
+    return [int(c) if c.isdecimal() else c for c in request.classes]
 
 
 def _found(paths: Sequence[str], out: Path, refused: list[str]) -> list[Path]:
@@ -183,7 +193,7 @@ def _explain(
     with torch.no_grad():
         logits = model(on_device)
         assert isinstance(logits, Tensor)
-        best = logits.topk(request.top, dim=1).indices
+        best = logits.topk(request.top or 1, dim=1).indices
     return explain(model, on_device, best).to("cpu")
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchbcos._arguments import is_int
 from torchbcos.networks import cifar9, cifar_resnet, mini
 
 __all__ = ["OURS", "SIZES", "builder", "list_models"]
@@ -36,6 +35,21 @@ def list_models() -> list[str]:
 
 def builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
     """What makes the network of this name, with new weights."""
+    build = _builder(name, options)
+
+    def made() -> nn.Module:
+        try:
+            return build()
+        except (TypeError, ValueError) as error:
+            if str(error).startswith("`"):  # our own words
+                raise
+            given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            raise ValueError(f"`options` ({given}) must suit {name}: {error}.") from error
+
+    return made
+
+
+def _builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
     for pretrained in ("weights", "pretrained"):
         if options.get(pretrained):
             raise ValueError(
@@ -58,7 +72,7 @@ def builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
         )
     if "in_channels" in options:
         rest = {key: value for key, value in options.items() if key != "in_channels"}
-        build = builder(name, rest)
+        build = _builder(name, rest)
         return lambda: _with_channels(build(), options["in_channels"])
     if name in ("inception_v3", "googlenet"):
         options = {"aux_logits": True, "init_weights": False, **options}
@@ -71,8 +85,6 @@ def builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
 
 def _with_channels(network: nn.Module, channels: int) -> nn.Module:
     """The network with its first convolution for so many channels; outputs keep their variance."""
-    if not is_int(channels) or channels < 1:
-        raise ValueError(f"`in_channels` (={channels!r}) must be an integer of at least 1.")
     first = next(m for m in network.modules() if isinstance(m, nn.Conv2d))
     kept = first.weight.detach()[:, torch.arange(channels) % first.in_channels]
     first.weight = nn.Parameter(kept * math.sqrt(first.in_channels / channels))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -27,6 +28,7 @@ app.add_typer(neurons_app, name="neurons")
 # Results go to the output, progress and complaints to the error stream.
 output = console()
 errors = console(stderr=True)
+HERE = Path(__file__).parent  # whose warnings are words for users, too
 
 
 def main() -> None:
@@ -34,6 +36,12 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # where it knows no γ or ⁺
             stream.reconfigure(errors="backslashreplace")
+    as_usual = warnings.showwarning
+    warnings.showwarning = lambda words, kind, file, *rest: (
+        complain(str(words))
+        if Path(file).is_relative_to(HERE)
+        else as_usual(words, kind, file, *rest)
+    )
     try:
         app()
     except (ValueError, TypeError) as error:
@@ -78,7 +86,10 @@ def explain(
     classes: Annotated[
         str, typer.Option(help="Explain these: names or numbers, comma-separated.")
     ] = "",
-    top: Annotated[int, typer.Option(help="Explain the K most likely classes.", min=1)] = 1,
+    top: Annotated[
+        int | None,
+        typer.Option(help="Explain the K most likely classes.", min=1, show_default="1"),
+    ] = None,
     layer: Annotated[str, typer.Option(help="Explain a unit of this layer instead.")] = "",
     unit: Annotated[str, typer.Option(help="The unit: a channel, or channel,y,x.")] = "",
     delta: Annotated[
@@ -96,8 +107,11 @@ def explain(
     from torchbcos.album import Request, make_album
     from torchbcos.checkpoint import default_name, load
 
+    names = tuple(c.strip() for c in classes.split(",") if c.strip())
+    if classes and not names:
+        fail(f"`--classes` (={classes!r}) names none: write them as in cat,dog.")
     request = Request(
-        classes=tuple(c.strip() for c in classes.split(",") if c.strip()),
+        classes=names,
         top=top,
         layer=layer or None,
         unit=_unit(unit),
@@ -364,7 +378,7 @@ def bench(
     only: Annotated[
         str,
         typer.Option(
-            help="Cases to measure, by words: ways, tasks, networks, eager, compiled, captured; "
+            help="Cases to measure, by words of theirs, as in ours,training,resnet34,eager; "
             "units=2, b=1.5, batch=64, …"
         ),
     ] = "",

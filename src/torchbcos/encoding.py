@@ -63,8 +63,10 @@ def check_images(images: Tensor, channels: int = 3) -> None:
             remedy = "repeat the grey channel with images.expand(-1, 3, -1, -1)"
         elif shape[1] == 4 and channels == 3:
             remedy = "drop the alpha channel with images[:, :3]"
+        elif shape[1] == 3 and channels == 1:
+            remedy = "make it grey with torchvision.transforms.functional.rgb_to_grayscale(images)"
         else:
-            remedy = f"this model was made for {channels} channels"
+            remedy = f"this model was made for images of {channels} channels"
         raise ValueError(f"`images` (shape {shape}) must be [N, {channels}, H, W]: {remedy}.")
     if not images.is_floating_point():
         raise TypeError(

@@ -8,7 +8,6 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +17,10 @@ from torch import Tensor
 
 __all__ = ["ImageError", "check_image", "find_images", "image_size", "read_image", "read_pixels"]
 
+MOST = 89_000_000  # pixels; Pillow's own bound for what it opens
 DARK = (
-    "Images of 16 bits are read as 0 to 65535, and one has no value above 4095: if these are 10 or "
-    "12 bits, scale them up, or nearly all is black."
+    "images of 16 bits are read as 0 to 65535, and this one has no value above 4095: if such ones "
+    "are of 10 or 12 bits, scale them up, or nearly all is black."
 )
 
 
@@ -90,6 +90,8 @@ def read_pixels(
     """
     if channels not in (1, 3):
         raise ImageError(f"{path}: this model takes {channels} channels, image files give 1 or 3.")
+    if size is not None and size[0] * size[1] > MOST:
+        raise ImageError(f"{path} cannot be made {size[0]}×{size[1]} pixels: ask for fewer.")
     with _naming(path), Image.open(path) as file:
         if crop is not None and size is not None:  # a JPEG need not be decoded finer than this
             left, top, right, bottom = _box(file.size, crop)
@@ -187,9 +189,14 @@ def _naming(path: Path | str) -> Iterator[None]:
         raise ImageError(f"{path} is damaged and cannot be decoded ({reason}).") from error
 
 
-@cache
-def _tell_once(words: str) -> None:
-    warnings.warn(words, stacklevel=2)
+_told: set[str] = set()
+
+
+def _tell_once(path: Path | str, words: str) -> None:
+    """Of the first file alone."""
+    if words not in _told:
+        _told.add(words)
+        warnings.warn(f"{path}: {words}", stacklevel=2)
 
 
 def _to_rgb(image: Image.Image, channels: int, path: Path | str, kind: str | None) -> Image.Image:
@@ -206,7 +213,7 @@ def _to_rgb(image: Image.Image, channels: int, path: Path | str, kind: str | Non
         else:
             unit = 65535 if image.mode.startswith("I") or high > 255 else 255 if high > 1 else 1
         if unit == 65535 and 255 < high < 4096:
-            _tell_once(DARK)
+            _tell_once(path, DARK)
         image = Image.fromarray((values / unit * 255).round().astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")

@@ -88,11 +88,12 @@ def qualitative_figure(
     axes = fig.subplots(len(first), len(methods) + 1, squeeze=False)
     for row, image in enumerate(pixels.cpu()):
         axes[row, 0].imshow(render.photo(image))
-        axes[row, 0].set_ylabel(classes[int(labels[row])][:18], fontsize=8)
+        name = render.shortened(classes[int(labels[row])], 18)
+        axes[row, 0].set_ylabel(name, fontsize=8, parse_math=False)
     for column, method in enumerate(methods, start=1):
         seen = game.given(model, method)
         pictures = _pictures(method, seen, pixels, labels[:, None].cpu())
-        axes[0, column].set_title(method.label, fontsize=9)
+        axes[0, column].set_title(method.label, fontsize=9, parse_math=False)
         for row in range(len(first)):
             axes[row, column].imshow(pictures[row, 0])
     axes[0, 0].set_title("input", fontsize=9)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torchbcos._arguments import is_int
 from torchbcos.architectures import OURS, SIZES, builder, list_models
 from torchbcos.convert import Conversion, Report, convert_lazily, convert_network
 from torchbcos.convert.trace import as_pair
@@ -252,6 +253,14 @@ def create_model(
     >>> model(torch.rand(1, 3, 32, 32)).shape
     torch.Size([1, 10])
     """
+    if "in_chans" in options:  # timm's name for it
+        raise ValueError(f"`in_chans` (={options['in_chans']!r}) is `in_channels` here.")
+    for argument, value in (
+        ("in_channels", options.get("in_channels", 3)),
+        ("num_classes", num_classes),
+    ):
+        if value is not None and (not is_int(value) or value < 1):
+            raise ValueError(f"`{argument}` (={value!r}) must be an integer of at least 1.")
     if classes is not None and num_classes is None:
         num_classes = len(classes)
     if num_classes is None:

@@ -55,8 +55,9 @@ def score_boxes(
         dots = [means[title][m] if means else float(np.mean(s)) for m, s in methods.items()]
         special = [label.startswith("Ours") for label in methods]
         _boxes(axis, list(methods.values()), dots, special)
-        axis.set_xticks(range(len(methods)), list(methods), rotation=40, ha="right")
-        axis.set_title(title, fontsize=10)
+        labels = list(methods)
+        axis.set_xticks(range(len(labels)), labels, rotation=40, ha="right", parse_math=False)
+        axis.set_title(title, fontsize=10, parse_math=False)
         _finish(axis, chance)
     for axis in axes[:1] if beside else axes:
         axis.set_ylabel("localisation")

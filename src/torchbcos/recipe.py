@@ -25,9 +25,10 @@ def read_recipe(recipe: str, data: str = "", changes: Sequence[str] = ()) -> Tra
     >>> read_recipe("cifar10-b1.25", "data/cifar10", ["options.max_out=1"]).options
     {'b': 1.25, 'max_out': 1}
     """
-    settings = _settings(recipe)
+    changed: dict[str, Any] = {}
     for change in changes:
-        settings = _merged(settings, _setting(change))
+        changed = _merged(changed, _setting(change))
+    settings = _above(_settings(recipe), changed)
     if data:
         settings["data"] = data
     if not settings.get("data"):
@@ -35,8 +36,11 @@ def read_recipe(recipe: str, data: str = "", changes: Sequence[str] = ()) -> Tra
     names = {f.name for f in dataclasses.fields(TrainConfig)}
     for name in settings:
         if name not in names:
-            close = difflib.get_close_matches(name, names, 3) or sorted(names)
-            raise ValueError(f"`{name}` is no setting: choose among {', '.join(close)}.")
+            close = difflib.get_close_matches(name, names, 3)
+            hint = (
+                f"did you mean {' or '.join(close)}?" if close else f"{', '.join(sorted(names))}."
+            )
+            raise ValueError(f"`{name}` is no setting: {hint}")
     lists = {k: tuple(v) for k, v in settings.items() if isinstance(v, list)}
     return TrainConfig(**{**settings, **lists})
 
@@ -81,8 +85,13 @@ def _settings(recipe: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     if not isinstance(base, str) or base in above:
         raise ValueError(f"`base` (={base!r}) of {recipe} must be the name of another recipe.")
     below = _settings(base, (*above, recipe))
+    return _above(below, settings)
+
+
+def _above(below: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` over those of a base, whose options were for its own network alone."""
     if settings.get("arch", below.get("arch")) != below.get("arch"):
-        below.pop("options", None)  # they were for another network
+        below = {name: value for name, value in below.items() if name != "options"}
     return _merged(below, settings)
 
 

@@ -16,9 +16,20 @@ from torchbcos.explanation import Explanation
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["colour", "contributions", "delta", "figure", "overlay", "photo", "signed"]
+__all__ = [
+    "colour",
+    "contributions",
+    "delta",
+    "figure",
+    "overlay",
+    "photo",
+    "shortened",
+    "signed",
+    "target_name",
+]
 
 PERCENTILE = 99.5
+TITLE = 20  # letters above a panel of a figure, beside the value
 RED, BLUE = (214, 39, 40), (31, 90, 180)
 ORANGE, AZURE = (230, 120, 10), (20, 110, 200)
 
@@ -172,6 +183,8 @@ def figure(
     if len(images) != n:
         raise ValueError(f"`images` (={len(images)}) must be the {n} that `e` explains.")
     names = names if names is not None else e.classes
+    if names is not None and e.layer is None and len(names) <= int(e.targets.max()):
+        raise ValueError(f"`names` (={len(names)}) must name every class that `e` explains.")
     columns = 1 + k * (2 if maps else 1)
     fig = Figure(figsize=(1.9 * columns, 2.1 * n), layout="constrained")
     axes = fig.subplots(n, columns, squeeze=False)
@@ -180,10 +193,11 @@ def figure(
         axes[row, 0].imshow(photo(images[row]))
         axes[row, 0].set_title("input", fontsize=9)
         for t in range(k):
-            title = f"{target_name(e, row, t, names)}  {e.outputs[row, t].item():.2f}"
+            name = shortened(target_name(e, row, t, names), TITLE)
+            title = f"{name}  {e.outputs[row, t].item():.2f}"
             column = 1 + t * (2 if maps else 1)
             axes[row, column].imshow(pictures[row, t])
-            axes[row, column].set_title(title, fontsize=9)
+            axes[row, column].set_title(title, fontsize=9, parse_math=False)
             if maps:
                 axes[row, column + 1].imshow(heat[row, t])
                 axes[row, column + 1].set_title("contributions", fontsize=9)
@@ -191,6 +205,15 @@ def figure(
         axis.set_xticks([])
         axis.set_yticks([])
     return fig
+
+
+def shortened(name: str, length: int) -> str:
+    """At most `length` letters of a name.
+
+    >>> shortened("cassette player", 9)
+    'cassette…'
+    """
+    return name if len(name) <= length else name[: length - 1].rstrip() + "…"
 
 
 def target_name(e: Explanation, image: int, target: int, names: Sequence[str] | None = None) -> str:

@@ -323,13 +323,13 @@ class _Run:
             f"{line['train_accuracy']:.2%}  test {line['test_accuracy']:.2%}  "
             f"{line['seconds']:.0f} s"
         )
+        self.save_state()
         epoch = round(state.step / self.steps_per_epoch)
         if pictures and epoch % pictures == 0:
             with state.averaged_weights():
                 model = self._whole_model()
                 if self.fabric.is_global_zero:
                     self._draw(model, epoch)
-        self.save_state()
 
     def _draw(self, model: BcosModel, epoch: int) -> None:
         from torchbcos.explain import explain

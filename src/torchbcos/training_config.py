@@ -15,6 +15,15 @@ from torchbcos.augment import AUGMENTATIONS
 __all__ = ["TrainConfig"]
 
 
+#: What `create_model` takes, and a training gets from elsewhere.
+_NO_OPTIONS = {
+    **dict.fromkeys(("in_channels", "in_chans"), "the setting `channels`"),
+    **dict.fromkeys(("classes", "num_classes"), "the data, which have classes"),
+    "input_size": "the setting `size`",
+    "preset": "the setting `preset`",
+}
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything that decides the result.
@@ -85,8 +94,8 @@ class TrainConfig:
                 refuse(name, " or ".join(map(repr, values)))
         if self.channels not in (1, 3):
             refuse("channels", "1 (grey) or 3")
-        for name in {"in_channels", "in_chans"} & set(self.options):
-            raise ValueError(f"`options` (with {name}) must leave it to the setting `channels`.")
+        for name in _NO_OPTIONS.keys() & self.options.keys():
+            raise ValueError(f"`options` (with {name}) must leave it to {_NO_OPTIONS[name]}.")
         if self.channels == 1 and "lighting" in self.augment:
             refuse("augment", "without lighting, which varies colours, where `channels` is 1")
         for name in ("batch", "accumulate", "operations", "test_every"):
@@ -94,7 +103,7 @@ class TrainConfig:
                 refuse(name, "at least 1")
         for name in ("epochs", "lr", "crop_area", "test_part"):
             if not 0 < getattr(self, name) < math.inf:
-                refuse(name, "above 0")
+                refuse(name, "above 0 and finite")
         for name in ("crop_area", "test_part"):
             if getattr(self, name) > 1:
                 refuse(name, "at most 1")
