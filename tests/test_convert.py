@@ -12,6 +12,7 @@ import timm.layers
 import torch
 import torch.nn.functional as F
 import torchvision
+from timm.models.metaformer import LayerNorm2dNoBias
 from torch import nn
 from torchvision.ops import stochastic_depth
 
@@ -320,6 +321,7 @@ UNCENTRED = [
     (torchvision.models.convnext.LayerNorm2d(WIDTH), norms.UncentredPositionNorm),
     (timm.layers.LayerNorm2d(WIDTH), norms.UncentredPositionNorm),
     (timm.layers.LayerNormAct2d(WIDTH), norms.UncentredPositionNorm),
+    (LayerNorm2dNoBias(WIDTH), norms.UncentredPositionNorm),
 ]
 
 
