@@ -237,6 +237,34 @@ def test_what_picks_among_signals_is_kept(body):
     assert_equals_body(model, body)
 
 
+BY_KEYWORD = {
+    "mean": lambda net, x: x + torch.mean(input=x, dim=(2, 3), keepdim=True),
+    "sum": lambda net, x: x + torch.sum(dim=1, keepdim=True, input=x),
+    "cumsum": lambda net, x: torch.cumsum(input=x, dim=3),
+    "roll": lambda net, x: torch.roll(input=x, shifts=2, dims=2),
+    "flip": lambda net, x: torch.flip(input=x, dims=[3]),
+    "chunk": lambda net, x: torch.chunk(input=x, chunks=2, dim=2)[0],
+    "split": lambda net, x: torch.split(tensor=x, split_size_or_sections=2, dim=3)[0],
+    "tensor_split": lambda net, x: torch.tensor_split(input=x, sections=2, dim=3)[0],
+    "unbind": lambda net, x: x + torch.unbind(input=x, dim=3)[0].unsqueeze(3),
+    "narrow": lambda net, x: torch.narrow(input=x, dim=2, start=1, length=4),
+    "select": lambda net, x: x + torch.select(input=x, dim=3, index=0).unsqueeze(3),
+    "max": lambda net, x: x + torch.max(input=x, dim=1, keepdim=True)[0],
+    "amax": lambda net, x: x + torch.amax(input=x, dim=(2, 3), keepdim=True),
+    "abs": lambda net, x: torch.abs(input=x),
+}
+
+
+@pytest.mark.parametrize("body", BY_KEYWORD.values(), ids=BY_KEYWORD)
+def test_functions_are_called_by_keyword_as_well(body):
+    assert_equals_body(convert(Net(body)), body)
+
+
+def test_a_clamped_signal_by_keyword_loses_the_clamp():
+    model = convert(Net(lambda net, x: torch.clamp(input=x, min=0)))
+    assert_equals_body(model, lambda net, x: x)
+
+
 def test_a_clamped_signal_loses_the_clamp_and_a_clamped_divisor_does_not():
     def body(net, x):
         x = x.clamp(-0.1, 0.1)

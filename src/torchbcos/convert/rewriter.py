@@ -228,12 +228,18 @@ class Rewriter:
 
 
 _PAIRS = "add sub rsub mul multiply div divide matmul maximum minimum"
+_OF_ONE = (
+    "mean sum cumsum roll flip chunk unbind narrow select tensorsplit abs absolute max min amax "
+    "amin clamp clip clampmin clampmax"
+)
 #: For calls by keyword, the order of the arguments that the rules read.
 _ORDER: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_PAIRS.split(), ("input", "other")),
+    **dict.fromkeys(_OF_ONE.split(), ("input",)),
     **dict.fromkeys(["bmm", "mm"], ("input", "mat2")),
     **dict.fromkeys(["cat", "concat", "concatenate", "stack"], ("tensors", "dim")),
     "addcmul": ("input", "tensor1", "tensor2"),
+    "split": ("tensor",),
     "scaleddotproductattention": ("query", "key", "value"),
 }
 
