@@ -22,7 +22,6 @@ from torch import Tensor, fx, nn
 from torchbcos.convert.report import Change
 from torchbcos.convert.trace import submodule
 from torchbcos.convert.tracers import PART_OF, RETURNED_BY
-from torchbcos.layers import BcosLayer
 
 __all__ = [
     "CONSTANT",
@@ -102,7 +101,7 @@ class Rewriter:
         self.convert_auxiliary = convert_auxiliary
         self._prefix = prefix
         self.values: dict[fx.Node, Value] = {}
-        self._replaced: set[str] = set()
+        self._originals: dict[str, nn.Module] = {}  # of the modules replaced, by their names
 
     def run(self) -> None:
         for node in _out_of_place(self.gm.graph):
@@ -139,13 +138,9 @@ class Rewriter:
             return self.remove(node)
         if all(value.kind is Kind.CONSTANT for value in inputs):
             return CONSTANT
-        module = submodule(self.gm, node) if node.op == "call_module" else None
+        module = self._original(node)
         if module is None:
             _by_position(node)
-        elif str(node.target) in self._replaced:  # used twice, converted once
-            value = self.joined(node)
-            layers = BcosLayer | nn.Sequential  # which has one, before pixels are shuffled
-            return replace(value, raw=False) if isinstance(module, layers) else value
         return self._rule_for(node, module)(self, node, module)
 
     # What rules are made of.
@@ -176,8 +171,14 @@ class Rewriter:
         inside = [self._prefix + key for key in stack if key] or [self._prefix.rstrip(".")]
         return f"{inside[-1]}: {name_of(node)}".removeprefix(": ")
 
+    def _original(self, node: fx.Node) -> nn.Module | None:
+        """The network's own module that is called, if one is."""
+        if node.op != "call_module":
+            return None
+        return self._originals.get(str(node.target), submodule(self.gm, node))
+
     def operation(self, node: fx.Node) -> str:
-        module = submodule(self.gm, node) if node.op == "call_module" else None
+        module = self._original(node)
         return name_of(node) if module is None else type(module).__name__
 
     def note(self, node: fx.Node, became: str) -> None:
@@ -202,9 +203,12 @@ class Rewriter:
         return self.values[source]
 
     def put_module(self, node: fx.Node, module: nn.Module, became: str = "") -> None:
+        name = str(node.target)
+        if name in self._originals:  # used twice, converted once
+            return
         self.note(node, became or type(module).__name__)
-        self._replaced.add(str(node.target))
-        self.gm.add_submodule(str(node.target), module)
+        self._originals[name] = self.gm.get_submodule(name)
+        self.gm.add_submodule(name, module)
 
     def put_function(
         self, node: fx.Node, function: Callable[..., Any], args: tuple[Any, ...], became: str
