@@ -279,6 +279,34 @@ def test_attention_that_is_not_linear_is_an_error(body, part):
         convert(Net(body, part=part, position=torch.rand(1, SIZE * SIZE, WIDTH)))
 
 
+def encoder(**options):
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, **options)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        (by_module, nn.MultiheadAttention(WIDTH, 2)),
+        (encoded, nn.TransformerEncoderLayer(WIDTH, 2, 12)),
+        (encoded, encoder()),
+        (lambda net, x: x + net.part(*3 * [x.mean([2, 3])])[0][..., None, None], plain()),
+    ],
+    ids=["attention", "layer", "encoder", "without a batch"],
+)
+def test_attention_to_the_images_of_a_batch_is_an_error(body, part):
+    with pytest.raises(ValueError, match=f"because of `{type(part).__name__}` at part"):
+        convert(Net(body, part=part))
+
+
+@pytest.mark.parametrize("part", [nn.TransformerEncoderLayer(WIDTH, 2, 12), encoder()], ids=type)
+def test_attention_where_places_come_first_becomes_linear(part):
+    model = convert(
+        Net(lambda net, x: to_map(net.part(tokens(x).transpose(0, 1)).transpose(0, 1)), part=part)
+    )
+    assert_complete(model)
+
+
 class UndecidedAttention(Undecided):
     def __init__(self):
         super().__init__(self.attend)

@@ -22,6 +22,7 @@ from test_convert import (
     images,
     random,
 )
+from torchbcos.convert.trace import BATCH
 
 # Code that asks for sizes is followed.
 
@@ -454,6 +455,11 @@ def windows_of_all_images(net, x):
     return x.flatten(2, 3)
 
 
+def to_images(net, x, attend):
+    """What each image gets from all of them."""
+    return x + attend(x.mean([2, 3]))[..., None, None]
+
+
 MIXED = {
     "part of a Fourier transform": (lambda net, x: torch.fft.fft2(x).real, "`fftfft2` at"),
     "data": (lambda net, x: x.data, "`getattr` at getattr"),
@@ -465,6 +471,31 @@ MIXED = {
     "images in two halves": (lambda net, x: torch.cat(x.chunk(2)[::-1]), "`chunk` at chunk"),
     "one image selected": (lambda net, x: x + x.select(0, 1), "`select` at select"),
     "one image": (lambda net, x: x + x[0], "`getitem` at getitem"),
+    "some images": (lambda net, x: x + x[:1], "`getitem` at getitem"),
+    "one image where channels come first": (
+        lambda net, x: x + x.transpose(0, 1)[:, 0][None],
+        "`getitem` at getitem",
+    ),
+    "images in an order of their own": (
+        lambda net, x: x + x[torch.arange(x.shape[0] - 1, -1, -1)],
+        "what combines images",
+    ),
+    "mean over images where channels come first": (
+        lambda net, x: x - x.transpose(0, 1).mean(1)[None],
+        "`mean` at mean",
+    ),
+    "sum over images as a matrix product": (
+        lambda net, x: x + (torch.ones(1, x.shape[0]) @ x.flatten(1)).unflatten(1, x.shape[1:]),
+        "`matmul` at matmul",
+    ),
+    "sum over images by indices": (
+        lambda net, x: x + torch.einsum("n..., m... -> m...", x, x),
+        "`einsum` at einsum",
+    ),
+    "attention to images": (
+        lambda net, x: to_images(net, x, lambda x: F.scaled_dot_product_attention(x, x, x)),
+        "`scaleddotproductattention` at",
+    ),
     "number added where positions come first": (
         lambda net, x: (
             (x.flatten(2).permute(2, 0, 1) + 1).permute(1, 2, 0).unflatten(2, (SIZE, -1))
@@ -488,6 +519,26 @@ def test_what_would_be_silently_wrong_is_refused(body, what):
     with pytest.raises(ValueError, match="cannot become dynamic-linear") as error:
         convert(Net(body, **parts))
     assert what in str(error.value)
+
+
+def added_to_channels_first(net, x):
+    x = net.wide(x).transpose(0, 1) + net.shift[:, None, None, None]
+    return net.narrow(x.transpose(0, 1))
+
+
+def added_to_images_first(net, x):
+    return net.narrow(net.wide(x) + net.shift[:, None, None])
+
+
+@pytest.mark.parametrize("channels", [BATCH, 3 * BATCH])
+def test_as_many_channels_as_images_are_told_from_images_by_numbers(channels):
+    def net(body):
+        wide, narrow = nn.Conv2d(WIDTH, channels, 1), nn.Conv2d(channels, WIDTH, 1)
+        return Net(body, wide=wide, narrow=narrow, shift=nn.Parameter(random(channels)))
+
+    with pytest.raises(ValueError, match="in another order"):
+        convert(net(added_to_channels_first))
+    assert_equals_body(convert(net(added_to_images_first)), added_to_images_first)
 
 
 def test_offsets_of_windows_that_follow_each_other_image_by_image():

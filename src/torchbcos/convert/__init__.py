@@ -146,8 +146,8 @@ def _traced(
             missed = completeness_error(network, channels, used_size)
             if not missed <= TOLERANCE:
                 breaks = (
-                    f"constants added where images follow each other in another order: "
-                    f"W(x)·x + bias misses the output by {missed:.1e}",
+                    "what combines images, or adds constants where they follow each other in "
+                    f"another order: W(x)·x + bias misses the output by {missed:.1e}",
                 )
         return network, channels, used_size, Report(type(module).__name__, changes, breaks, note)
     assert failure is not None

@@ -12,7 +12,7 @@ Every value in the graph is one of three kinds:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, cast
@@ -20,7 +20,7 @@ from typing import Any, cast
 from torch import Tensor, fx, nn
 
 from torchbcos.convert.report import Change
-from torchbcos.convert.trace import submodule
+from torchbcos.convert.trace import BATCH, submodule
 from torchbcos.convert.tracers import PART_OF, RETURNED_BY
 
 __all__ = [
@@ -156,6 +156,18 @@ class Rewriter:
                 return value
         first = next(value for value in values if value.kind is Kind.SIGNAL)
         return replace(first, raw=any(value.raw for value in values))
+
+    def image_dims(self, x: Any) -> list[int]:
+        """The dimension of x that is, or contains, that of the images, or all that it could be."""
+        shape = x.meta.get("shape", ()) if isinstance(x, fx.Node) else ()
+        return [dim for dim, size in enumerate(shape) if size % BATCH == 0]
+
+    def are_images(self, x: Any, dims: Iterable[Any]) -> bool:
+        """Whether one of these dimensions of x is that of the images."""
+        found = [] if self.value(x).kind is Kind.CONSTANT else self.image_dims(x)
+        named = {d % len(x.meta["shape"]) for d in dims if isinstance(d, int) and found}
+        self.is_doubtful |= len(found) > 1 and not named.isdisjoint(found)
+        return not named.isdisjoint(found[:1])
 
     def is_normalisation(self, node: fx.Node) -> bool:
         """Whether constants of its own normalise each channel of the image: the encoding's part."""
