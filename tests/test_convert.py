@@ -628,23 +628,41 @@ def test_a_learned_weight_that_two_functions_share_stays_shared():
     assert_equals_body(model, right)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        lambda net, x: F.conv2d(x, net.filter, net.shift, padding=1, groups=WIDTH),
-        lambda net, x: F.conv2d(x, net.filter, bias=net.shift, padding=1, groups=WIDTH),
-        lambda net, x: F.conv2d(x, net.learned - net.learned.mean(), net.shift, padding=1),
-    ],
-    ids=["fixed filter", "fixed filter by keyword", "weight computed from a parameter"],
-)
-def test_the_bias_of_a_functional_layer_that_stays_is_no_part_of_the_signal(body):
-    """It is an offset, or it is gone: in either way W(x)·x + bias is the output."""
-    parts = {
-        "filter": random(WIDTH, 1, 3, 3),
-        "shift": random(WIDTH),
-        "learned": nn.Parameter(random(WIDTH, WIDTH, 3, 3)),
-    }
-    assert_complete(convert(Net(body, **parts)))
+FIXED_FILTERS = {
+    "F.conv2d": lambda net, x: F.conv2d(x, net.filter, net.shift, padding=1, groups=WIDTH),
+    "F.conv2d by keyword": lambda net, x: F.conv2d(
+        bias=net.shift, input=x, weight=net.filter, stride=2, groups=WIDTH
+    ),
+    "F.conv1d": lambda net, x: F.conv1d(x.flatten(2), net.line, net.shift, groups=WIDTH).unsqueeze(
+        3
+    ),
+    "F.linear": lambda net, x: F.linear(x, net.rows, net.shift),
+}
+
+
+@pytest.mark.parametrize("body", FIXED_FILTERS.values(), ids=FIXED_FILTERS)
+def test_the_bias_of_a_fixed_filter_is_an_offset(body):
+    filters = {"filter": random(WIDTH, 1, 3, 3), "line": random(WIDTH, 1, 3)}
+    model = convert(Net(body, **filters, rows=random(WIDTH, SIZE), shift=random(WIDTH)))
+    e = assert_equals_body(model, body)
+    assert (e.bias - model.logit_bias).abs().min() > 0
+
+
+def test_a_fixed_filter_with_a_bias_from_the_image_is_an_error():
+    def body(net, x):
+        return F.conv2d(x, net.filter, x.exp().mean([0, 2, 3]), groups=WIDTH)
+
+    with pytest.raises(ValueError, match="`exp` at exp"):
+        convert(Net(body, filter=random(WIDTH, 1, 3, 3)))
+
+
+def test_the_bias_of_a_weight_computed_from_a_parameter_is_gone():
+    def body(net, x):
+        return F.conv2d(x, net.learned - net.learned.mean(), net.shift, padding=1)
+
+    parts = {"shift": random(WIDTH), "learned": nn.Parameter(random(WIDTH, WIDTH, 3, 3))}
+    e = assert_complete(convert(Net(body, **parts)))
+    assert_agrees(e.bias, torch.zeros_like(e.bias) + e.bias[0, 0])
 
 
 # Factors that depend on the image are held constant.

@@ -228,9 +228,11 @@ class Rewriter:
         self.note(node, became)
         node.op, node.target, node.args, node.kwargs = "call_function", function, args, {}
 
-    def insert(self, before: fx.Node, function: Callable[..., Any], *args: Any) -> fx.Node:
+    def insert(
+        self, before: fx.Node, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> fx.Node:
         with self.gm.graph.inserting_before(before):
-            new = self.gm.graph.call_function(function, args)
+            new = self.gm.graph.call_function(function, args, kwargs)
         self.values[new] = self.value(args[0])
         return new
 
