@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import torchbcos as tb
 from test_convert import (
@@ -595,6 +596,35 @@ def test_layers_whose_size_is_not_known_yet_are_refused_with_the_remedy():
     module = nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyLinear(5))
     with pytest.raises(ValueError, match="call the module once"):
         convert(module)
+
+
+def weight_normed(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it goes out of use, and yet is used
+        return nn.utils.weight_norm(layer)
+
+
+def pruned(layer):
+    return prune.l1_unstructured(layer, "weight", amount=0.5)
+
+
+REMEDIES = {
+    weight_normed: ("remove_weight_norm", nn.utils.remove_weight_norm),
+    pruned: ("prune.remove", lambda layer: prune.remove(layer, "weight")),
+}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "remedy"), REMEDIES.items(), ids=lambda v: getattr(v, "__name__", "")
+)
+def test_layers_whose_weight_is_computed_before_each_call_are_refused_with_the_remedy(wrap, remedy):
+    module = Net(lambda net, x: net.part(x), part=wrap(conv1x1()))
+    with pytest.raises(ValueError, match="Conv2d whose `weight` is computed") as error:
+        convert(module)
+    name, remove = remedy
+    assert name in str(error.value)
+    remove(module.part)
+    assert_equals_body(convert(module), lambda net, x: net.part(x))
 
 
 # Classifiers behind a flattened map.

@@ -214,6 +214,14 @@ def likely_channels(module: nn.Module) -> list[int]:
                 f"`module` (a {type(module).__name__}) has a {type(m).__name__}, whose size is not "
                 "known yet: call the module once on an image, then convert it."
             )
+        for name, value in vars(m).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                raise ValueError(
+                    f"`module` (a {type(module).__name__}) has a {type(m).__name__} whose `{name}` "
+                    "is computed from parameters before each call: make it a parameter again with "
+                    "torch.nn.utils.remove_weight_norm(layer), or prune.remove(layer, "
+                    f"{name!r}) if it was pruned, then convert the module."
+                )
     for m in module.modules():
         if isinstance(m, nn.modules.conv._ConvNd):
             return list(dict.fromkeys([m.in_channels, 3, 1]))
