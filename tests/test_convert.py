@@ -628,6 +628,41 @@ def test_a_learned_weight_that_two_functions_share_stays_shared():
     assert_equals_body(model, right)
 
 
+@pytest.mark.parametrize("layer_first", [True, False])
+@pytest.mark.parametrize("max_out", [1, 2])
+def test_a_weight_that_a_layer_and_a_function_share_stays_shared(layer_first, max_out):
+    def body(net, x):
+        x = net.part(x) if layer_first else x
+        x = F.conv2d(x, net.part.weight, net.part.bias)
+        return x if layer_first else net.part(x)
+
+    model = convert(Net(body, part=conv1x1()), max_out=max_out)
+
+    def right(net, x):
+        x = net.part(x) if layer_first else x
+        x = tb.functional.bcos_conv2d(x, net.part.weight, max_out=max_out)
+        return x if layer_first else net.part(x)
+
+    assert_equals_body(model, right)
+
+
+@pytest.mark.parametrize(
+    ("body", "part", "what"),
+    [
+        (lambda net, x: net.part(x) + net.part.bias[:, None, None], conv1x1(), "part.bias"),
+        (
+            lambda net, x: F.conv2d(net.part(x), net.part.weight),
+            nn.ConvTranspose2d(WIDTH, WIDTH, 2, 2),
+            "part.weight",
+        ),
+    ],
+    ids=["bias", "upsampling"],
+)
+def test_code_that_uses_a_parameter_that_is_gone_with_its_layer_is_refused(body, part, what):
+    with pytest.raises(ValueError, match=f"its code uses `{what}`"):
+        convert(Net(body, part=part))
+
+
 FIXED_FILTERS = {
     "F.conv2d": lambda net, x: F.conv2d(x, net.filter, net.shift, padding=1, groups=WIDTH),
     "F.conv2d by keyword": lambda net, x: F.conv2d(

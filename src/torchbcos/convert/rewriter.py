@@ -15,6 +15,7 @@ import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import reduce
 from typing import Any, cast
 
 from torch import Tensor, fx, nn
@@ -101,6 +102,7 @@ class Rewriter:
         self.convert_auxiliary = convert_auxiliary
         self._prefix = prefix
         self.values: dict[fx.Node, Value] = {}
+        self.learned = {name for name, _ in gm.named_parameters(remove_duplicate=False)}
         self._originals: dict[str, nn.Module] = {}  # of the modules replaced, by their names
 
     def run(self) -> None:
@@ -110,9 +112,26 @@ class Rewriter:
             value = self.values[node] = self.visit(node)
             if value.kind is Kind.FACTOR:
                 node.meta[FACTOR] = value.cause
-        self.gm.graph.eliminate_dead_code()
+        self._erase_dead_code()
         self.gm.delete_all_unused_submodules()
         self.gm.recompile()
+
+    def _erase_dead_code(self) -> None:
+        """What is alive must not read a parameter that is gone with its layer."""
+        for node in reversed(self.gm.graph.nodes):
+            if not node.users and not node.is_impure():
+                self.gm.graph.erase_node(node)
+            elif node.op == "get_attr":
+                path = str(node.target).split(".")
+                if (
+                    reduce(lambda of, name: getattr(of, name, None), path, cast(Any, self.gm))
+                    is None
+                ):
+                    raise ValueError(
+                        f"{self.gm._get_name()} cannot be converted, because its code uses "
+                        f"`{node.target}`, which is gone with the layer that it is of: give the "
+                        "code a parameter of its own."
+                    )
 
     def last_on_image(self) -> fx.Node | None:
         """The last operation that sees the image itself, however reshaped."""

@@ -146,10 +146,11 @@ def _functional_layer(r: Rewriter, node: fx.Node, _: Any) -> Value:
     name = name_of(node)
     given = dict(zip(_CONV_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
     bias = given.pop("bias", None)
-    if not _is_learned(r.gm, weight):
+    if not _is_learned(r, weight):
         return _fixed_filter(r, node, given, bias)
     value = r.joined(node)
-    alone = weight.op == "get_attr" and len(weight.users) == 1
+    is_tied = weight.op == "get_attr" and _is_a_layers(r, weight)
+    alone = weight.op == "get_attr" and len(weight.users) == 1 and not is_tied
     if alone and not any(isinstance(v, fx.Node) for v in _options(given)):
         parameter = operator.attrgetter(str(weight.target))(r.gm)
         widen = 2 if value.raw else 1
@@ -161,7 +162,7 @@ def _functional_layer(r: Rewriter, node: fx.Node, _: Any) -> Value:
         return replace(value, raw=False)
     function = getattr(functional, f"bcos_{name}")
     r.put_function(node, function, (), f"bcos_{name}")
-    node.kwargs = {**given, "b": r.options.b}
+    node.kwargs = {**given, "b": r.options.b, "max_out": r.options.max_out if is_tied else 1}
     return replace(value, raw=False)
 
 
@@ -185,11 +186,19 @@ def _options(given: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _is_learned(gm: fx.GraphModule, weight: fx.Node) -> bool:
+def _is_learned(r: Rewriter, weight: fx.Node) -> bool:
     """Whether a parameter is among what the weight is made of."""
     if weight.op == "get_attr":
-        return isinstance(operator.attrgetter(str(weight.target))(gm), nn.Parameter)
-    return any(_is_learned(gm, source) for source in weight.all_input_nodes)
+        return weight.target in r.learned
+    return any(_is_learned(r, source) for source in weight.all_input_nodes)
+
+
+def _is_a_layers(r: Rewriter, weight: fx.Node) -> bool:
+    """Whether a layer that is called has this weight, and so its B-cos twin."""
+    owner = str(weight.target).rpartition(".")[0]
+    return bool(owner) and any(
+        n.op == "call_module" and n.target == owner for n in r.gm.graph.nodes
+    )
 
 
 _CONV_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
