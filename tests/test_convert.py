@@ -1306,6 +1306,28 @@ def test_a_norm_of_the_classifier_moves_with_it(norm, kind):
     assert {p.dtype for p in wide.parameters()} == {torch.float64}
 
 
+def on_a_map(layer, x):
+    return layer(x.movedim(1, 3)).movedim(3, 1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda net, x: net.fc(net.shared(on_a_map(net.shared, x).mean([2, 3]))),
+        lambda net, x: net.fc(
+            net.shared(on_a_map(lambda x: F.linear(x, net.shared.weight), x).mean([2, 3]))
+        ),
+    ],
+    ids=["layer", "weight"],
+)
+def test_a_classifier_whose_layers_are_used_elsewhere_stays_behind_its_pool(body):
+    module = Whole(lambda net, x: body(net, net.stem(x)), shared=nn.Linear(WIDTH, WIDTH))
+    model = convert(module)
+    assert isinstance(model.network.fc, tb.BcosLinear)
+    assert str(model.report) == str(convert(module, head="pool").report)
+    assert_complete(model)
+
+
 def test_a_squeeze_and_excite_is_no_classifier():
     model = convert(Net(GATES["squeeze-and-excite"][0], **gate_parts()))
     assert [name for name, _ in model.bcos_layers() if became(model, name)[0] != "BcosConv2d"] == [
