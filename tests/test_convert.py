@@ -1094,6 +1094,41 @@ def test_a_break_in_an_auxiliary_classifier_is_not_overlooked():
         convert(WithAux())
 
 
+class StageAux(nn.Sequential):
+    pass
+
+
+def test_a_part_of_the_network_that_is_named_like_an_auxiliary_classifier_is_none():
+    module = Net(lambda net, x: net.part(x), part=StageAux(conv1x1(), nn.ReLU(), conv1x1()))
+    model = convert(module)
+    assert became(model, "part.0") == became(model, "part.2") == ["BcosConv2d"]
+    assert_equals_body(
+        model, lambda net, x: net.part.get_submodule("2")(net.part.get_submodule("0")(x))
+    )
+
+
+class HeadAux(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, 5)
+
+    def forward(self, x):
+        return self.fc(x.mean([2, 3]))
+
+
+def test_an_auxiliary_classifier_beside_a_part_that_is_named_like_one():
+    def body(net, x):
+        x = net.stage(net.stem(x))
+        aux = net.aux(x) if net.training else None
+        return net.fc(x.mean([2, 3])), aux
+
+    model = convert(Whole(body, stage=StageAux(conv1x1()), aux=HeadAux()))
+    assert became(model, "stage.0") == ["BcosConv2d"]
+    assert became(model, "aux") == ["B-cos, runs in training only"]
+    assert became(model, "aux.fc") == ["BcosConv2d, before the pool"]
+    assert_complete(model)
+
+
 # What cannot be done says so at once.
 
 

@@ -17,8 +17,10 @@ from torchbcos.convert.tracers import (
     DependsOnValuesError,
     FollowingTracer,
     Tracer,
+    class_key,
     empty_image,
     is_auxiliary,
+    sources,
 )
 
 __all__ = [
@@ -59,13 +61,29 @@ def trace(
     # Of its own, because code that runs may change it; only the tensors are the same.
     tensors = itertools.chain(module.parameters(), module.buffers())
     module = copy.deepcopy(module, {id(t): t for t in tensors})
-    module.train(any(is_auxiliary(m) for m in module.modules()))
+    auxiliary = frozenset(class_key(m) for m in module.modules() if is_auxiliary(m))
     sizes = [as_pair(s) for s in (_sizes(module) if size is None else (size,))]
     with _quietly():
-        try:
-            return _symbolically(module, leaf_names, channels, sizes)
-        except TraceError:
-            return _followed(module, leaf_names, channels, sizes)
+        while True:
+            module.train(bool(auxiliary))
+            try:
+                gm, used_size = _symbolically(module, leaf_names | auxiliary, channels, sizes)
+            except TraceError:
+                gm, used_size = _followed(module, leaf_names | auxiliary, channels, sizes)
+            only_by_name = auxiliary & _on_main_path(gm)
+            if not only_by_name:
+                return gm, used_size
+            auxiliary -= only_by_name
+
+
+def _on_main_path(gm: fx.GraphModule) -> set[str]:
+    """The classes of the modules that the first output comes from."""
+    end: Any = next(n for n in gm.graph.nodes if n.op == "output").args[0]
+    while isinstance(end, fx.Node) and isinstance(end.target, type):  # a named tuple
+        end = end.args
+    main = end[0] if isinstance(end, tuple | list) else end
+    nodes = sources(main) if isinstance(main, fx.Node) else set()
+    return {class_key(submodule(gm, n)) for n in nodes if n.op == "call_module"}
 
 
 def _sizes(module: nn.Module) -> tuple[int | Sequence[int], ...]:
