@@ -982,7 +982,9 @@ BREAKS = {
         "`rsub` at rsub",
     ),
     "weights from the image": (
-        lambda net, x: F.conv2d(x, x[:1].mean([2, 3]).view(WIDTH, 1, 1, 1), groups=WIDTH),
+        lambda net, x: F.conv2d(
+            x.flatten(0, 1)[None], x.mean([2, 3]).view(-1, 1, 1, 1), groups=x.shape[0] * WIDTH
+        ).view(x.shape),
         None,
         "`conv2d` at conv2d",
     ),
