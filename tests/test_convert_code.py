@@ -531,6 +531,16 @@ def added_to_images_first(net, x):
     return net.narrow(net.wide(x) + net.shift[:, None, None])
 
 
+def one_of_the_images_added(net, x):
+    x = net.wide(x)
+    return net.narrow(x + x[0])
+
+
+def one_of_the_channels_added(net, x):
+    x = net.wide(x)
+    return net.narrow(x + x[:, :1])
+
+
 @pytest.mark.parametrize("channels", [BATCH, 3 * BATCH])
 def test_as_many_channels_as_images_are_told_from_images_by_numbers(channels):
     def net(body):
@@ -540,6 +550,9 @@ def test_as_many_channels_as_images_are_told_from_images_by_numbers(channels):
     with pytest.raises(ValueError, match="in another order"):
         convert(net(added_to_channels_first))
     assert_equals_body(convert(net(added_to_images_first)), added_to_images_first)
+    with pytest.raises(ValueError, match="what combines images"):
+        convert(net(one_of_the_images_added))
+    assert_equals_body(convert(net(one_of_the_channels_added)), one_of_the_channels_added)
 
 
 def test_offsets_of_windows_that_follow_each_other_image_by_image():

@@ -143,8 +143,10 @@ def item(r: Rewriter, node: fx.Node, _: Any) -> Value:
     first = which[0] if isinstance(which, tuple) and which else which
     places = isinstance(of, fx.Node) and name_of(of) in ("max", "min") and which == 1
     r.is_doubtful |= isinstance(first, fx.Node) and r.are_images(of, [0])  # in any order
-    is_without_images = r.image_dims(of) and not r.image_dims(node)
-    return r.as_factor(node) if places or is_without_images else r.keep(node)
+    found = r.image_dims(of)
+    some_images = len(r.image_dims(node)) < len(found)
+    r.is_doubtful |= some_images and len(found) > 1
+    return r.as_factor(node) if places or (some_images and len(found) == 1) else r.keep(node)
 
 
 def _images_come_first(r: Rewriter, node: fx.Node) -> bool:

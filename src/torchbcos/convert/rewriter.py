@@ -15,7 +15,6 @@ import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import reduce
 from typing import Any, cast
 
 from torch import Tensor, fx, nn
@@ -122,11 +121,10 @@ class Rewriter:
             if not node.users and not node.is_impure():
                 self.gm.graph.erase_node(node)
             elif node.op == "get_attr":
-                path = str(node.target).split(".")
-                if (
-                    reduce(lambda of, name: getattr(of, name, None), path, cast(Any, self.gm))
-                    is None
-                ):
+                found: Any = self.gm
+                for name in str(node.target).split("."):
+                    found = getattr(found, name, None)
+                if found is None:
                     raise ValueError(
                         f"{self.gm._get_name()} cannot be converted, because its code uses "
                         f"`{node.target}`, which is gone with the layer that it is of: give the "
