@@ -35,8 +35,9 @@ __all__ = [
     "trace",
 ]
 
-#: Images in the batch that shapes are computed for: a number that no other dimension has.
-BATCH = 31
+#: Images in the batch that shapes are computed for: a prime that no other dimension is likely to
+#: have or to be a multiple of, as channels are of small numbers and tables of 2n - 1.
+BATCH = 137
 _COMMON_SIZES = (224, 299, 256, 32, 64, 28, 96, 128, 160, 192, 240, 288, 320, 384)
 
 
