@@ -190,7 +190,14 @@ def plain(**options):
     return nn.MultiheadAttention(WIDTH, 2, batch_first=True, **options)
 
 
+def used_twice(net, x):
+    x = tokens(x)
+    x = x + net.part(x, x, x)[0]
+    return to_map(x + net.part(x, x, x)[0])
+
+
 NETWORKS = {
+    "used twice": (used_twice, lambda: {"part": plain()}),
     "by keyword": (by_module, lambda: {"part": plain()}),
     "unpacked": (by_module_and_unpacked, lambda: {"part": plain()}),
     "learned queries": (
@@ -240,8 +247,27 @@ def weights_as_signal(net, x):
     return to_map(weights @ out + weights[:, :, :WIDTH])
 
 
+def weights_as_signal_at_the_second_use(net, x):
+    x = tokens(x)
+    x = x + net.part(x, x, x)[0]
+    out, weights = net.part(x, x, x)
+    return to_map(out + weights[:, :, :WIDTH])
+
+
+def attended_from_the_image_to_constants_at_the_second_use(net, x):
+    x = tokens(x)
+    x = x + net.part(x, x, x)[0]
+    fixed = net.position.expand(x.shape[0], -1, -1)
+    return to_map(x + net.part(x, fixed, fixed)[0])
+
+
 BREAKS = {
     "weights as a signal": (weights_as_signal, plain()),
+    "weights as a signal, at the second use": (weights_as_signal_at_the_second_use, plain()),
+    "to constants, at the second use": (
+        attended_from_the_image_to_constants_at_the_second_use,
+        plain(),
+    ),
     "learned keys": (by_module, plain(add_bias_kv=True)),
     "an added zero": (by_module, plain(add_zero_attn=True)),
 }
@@ -250,7 +276,35 @@ BREAKS = {
 @pytest.mark.parametrize(("body", "part"), BREAKS.values(), ids=BREAKS)
 def test_attention_that_is_not_linear_is_an_error(body, part):
     with pytest.raises(ValueError, match="because of `MultiheadAttention` at part"):
+        convert(Net(body, part=part, position=torch.rand(1, SIZE * SIZE, WIDTH)))
+
+
+def encoder(**options):
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, **options)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        (by_module, nn.MultiheadAttention(WIDTH, 2)),
+        (encoded, nn.TransformerEncoderLayer(WIDTH, 2, 12)),
+        (encoded, encoder()),
+        (lambda net, x: x + net.part(*3 * [x.mean([2, 3])])[0][..., None, None], plain()),
+    ],
+    ids=["attention", "layer", "encoder", "without a batch"],
+)
+def test_attention_to_the_images_of_a_batch_is_an_error(body, part):
+    with pytest.raises(ValueError, match=f"because of `{type(part).__name__}` at part"):
         convert(Net(body, part=part))
+
+
+@pytest.mark.parametrize("part", [nn.TransformerEncoderLayer(WIDTH, 2, 12), encoder()], ids=type)
+def test_attention_where_places_come_first_becomes_linear(part):
+    model = convert(
+        Net(lambda net, x: to_map(net.part(tokens(x).transpose(0, 1)).transpose(0, 1)), part=part)
+    )
+    assert_complete(model)
 
 
 class UndecidedAttention(Undecided):

@@ -12,6 +12,7 @@ import timm.layers
 import torch
 import torch.nn.functional as F
 import torchvision
+from timm.models.metaformer import LayerNorm2dNoBias
 from torch import nn
 from torchvision.ops import stochastic_depth
 
@@ -320,6 +321,7 @@ UNCENTRED = [
     (torchvision.models.convnext.LayerNorm2d(WIDTH), norms.UncentredPositionNorm),
     (timm.layers.LayerNorm2d(WIDTH), norms.UncentredPositionNorm),
     (timm.layers.LayerNormAct2d(WIDTH), norms.UncentredPositionNorm),
+    (LayerNorm2dNoBias(WIDTH), norms.UncentredPositionNorm),
 ]
 
 
@@ -626,23 +628,76 @@ def test_a_learned_weight_that_two_functions_share_stays_shared():
     assert_equals_body(model, right)
 
 
+@pytest.mark.parametrize("layer_first", [True, False])
+@pytest.mark.parametrize("max_out", [1, 2])
+def test_a_weight_that_a_layer_and_a_function_share_stays_shared(layer_first, max_out):
+    def body(net, x):
+        x = net.part(x) if layer_first else x
+        x = F.conv2d(x, net.part.weight, net.part.bias)
+        return x if layer_first else net.part(x)
+
+    model = convert(Net(body, part=conv1x1()), max_out=max_out)
+
+    def right(net, x):
+        x = net.part(x) if layer_first else x
+        x = tb.functional.bcos_conv2d(x, net.part.weight, max_out=max_out)
+        return x if layer_first else net.part(x)
+
+    assert_equals_body(model, right)
+
+
 @pytest.mark.parametrize(
-    "body",
+    ("body", "part", "what"),
     [
-        lambda net, x: F.conv2d(x, net.filter, net.shift, padding=1, groups=WIDTH),
-        lambda net, x: F.conv2d(x, net.filter, bias=net.shift, padding=1, groups=WIDTH),
-        lambda net, x: F.conv2d(x, net.learned - net.learned.mean(), net.shift, padding=1),
+        (lambda net, x: net.part(x) + net.part.bias[:, None, None], conv1x1(), "part.bias"),
+        (
+            lambda net, x: F.conv2d(net.part(x), net.part.weight),
+            nn.ConvTranspose2d(WIDTH, WIDTH, 2, 2),
+            "part.weight",
+        ),
     ],
-    ids=["fixed filter", "fixed filter by keyword", "weight computed from a parameter"],
+    ids=["bias", "upsampling"],
 )
-def test_the_bias_of_a_functional_layer_that_stays_is_no_part_of_the_signal(body):
-    """It is an offset, or it is gone: in either way W(x)·x + bias is the output."""
-    parts = {
-        "filter": random(WIDTH, 1, 3, 3),
-        "shift": random(WIDTH),
-        "learned": nn.Parameter(random(WIDTH, WIDTH, 3, 3)),
-    }
-    assert_complete(convert(Net(body, **parts)))
+def test_code_that_uses_a_parameter_that_is_gone_with_its_layer_is_refused(body, part, what):
+    with pytest.raises(ValueError, match=f"its code uses `{what}`"):
+        convert(Net(body, part=part))
+
+
+FIXED_FILTERS = {
+    "F.conv2d": lambda net, x: F.conv2d(x, net.filter, net.shift, padding=1, groups=WIDTH),
+    "F.conv2d by keyword": lambda net, x: F.conv2d(
+        bias=net.shift, input=x, weight=net.filter, stride=2, groups=WIDTH
+    ),
+    "F.conv1d": lambda net, x: F.conv1d(x.flatten(2), net.line, net.shift, groups=WIDTH).unsqueeze(
+        3
+    ),
+    "F.linear": lambda net, x: F.linear(x, net.rows, net.shift),
+}
+
+
+@pytest.mark.parametrize("body", FIXED_FILTERS.values(), ids=FIXED_FILTERS)
+def test_the_bias_of_a_fixed_filter_is_an_offset(body):
+    filters = {"filter": random(WIDTH, 1, 3, 3), "line": random(WIDTH, 1, 3)}
+    model = convert(Net(body, **filters, rows=random(WIDTH, SIZE), shift=random(WIDTH)))
+    e = assert_equals_body(model, body)
+    assert (e.bias - model.logit_bias).abs().min() > 0
+
+
+def test_a_fixed_filter_with_a_bias_from_the_image_is_an_error():
+    def body(net, x):
+        return F.conv2d(x, net.filter, x.exp().mean([0, 2, 3]), groups=WIDTH)
+
+    with pytest.raises(ValueError, match="`exp` at exp"):
+        convert(Net(body, filter=random(WIDTH, 1, 3, 3)))
+
+
+def test_the_bias_of_a_weight_computed_from_a_parameter_is_gone():
+    def body(net, x):
+        return F.conv2d(x, net.learned - net.learned.mean(), net.shift, padding=1)
+
+    parts = {"shift": random(WIDTH), "learned": nn.Parameter(random(WIDTH, WIDTH, 3, 3))}
+    e = assert_complete(convert(Net(body, **parts)))
+    assert_agrees(e.bias, torch.zeros_like(e.bias) + e.bias[0, 0])
 
 
 # Factors that depend on the image are held constant.
@@ -927,7 +982,9 @@ BREAKS = {
         "`rsub` at rsub",
     ),
     "weights from the image": (
-        lambda net, x: F.conv2d(x, x[:1].mean([2, 3]).view(WIDTH, 1, 1, 1), groups=WIDTH),
+        lambda net, x: F.conv2d(
+            x.flatten(0, 1)[None], x.mean([2, 3]).view(-1, 1, 1, 1), groups=x.shape[0] * WIDTH
+        ).view(x.shape),
         None,
         "`conv2d` at conv2d",
     ),
@@ -1037,6 +1094,41 @@ def test_a_break_in_an_auxiliary_classifier_is_not_overlooked():
 
     with pytest.raises(ValueError, match="`exp` at aux: exp"):
         convert(WithAux())
+
+
+class StageAux(nn.Sequential):
+    pass
+
+
+def test_a_part_of_the_network_that_is_named_like_an_auxiliary_classifier_is_none():
+    module = Net(lambda net, x: net.part(x), part=StageAux(conv1x1(), nn.ReLU(), conv1x1()))
+    model = convert(module)
+    assert became(model, "part.0") == became(model, "part.2") == ["BcosConv2d"]
+    assert_equals_body(
+        model, lambda net, x: net.part.get_submodule("2")(net.part.get_submodule("0")(x))
+    )
+
+
+class HeadAux(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, 5)
+
+    def forward(self, x):
+        return self.fc(x.mean([2, 3]))
+
+
+def test_an_auxiliary_classifier_beside_a_part_that_is_named_like_one():
+    def body(net, x):
+        x = net.stage(net.stem(x))
+        aux = net.aux(x) if net.training else None
+        return net.fc(x.mean([2, 3])), aux
+
+    model = convert(Whole(body, stage=StageAux(conv1x1()), aux=HeadAux()))
+    assert became(model, "stage.0") == ["BcosConv2d"]
+    assert became(model, "aux") == ["B-cos, runs in training only"]
+    assert became(model, "aux.fc") == ["BcosConv2d, before the pool"]
+    assert_complete(model)
 
 
 # What cannot be done says so at once.
@@ -1249,6 +1341,28 @@ def test_a_norm_of_the_classifier_moves_with_it(norm, kind):
     assert_complete(model)
     wide = tb.convert(module.double(), norm="uncentred", input_size=SIZE)
     assert {p.dtype for p in wide.parameters()} == {torch.float64}
+
+
+def on_a_map(layer, x):
+    return layer(x.movedim(1, 3)).movedim(3, 1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda net, x: net.fc(net.shared(on_a_map(net.shared, x).mean([2, 3]))),
+        lambda net, x: net.fc(
+            net.shared(on_a_map(lambda x: F.linear(x, net.shared.weight), x).mean([2, 3]))
+        ),
+    ],
+    ids=["layer", "weight"],
+)
+def test_a_classifier_whose_layers_are_used_elsewhere_stays_behind_its_pool(body):
+    module = Whole(lambda net, x: body(net, net.stem(x)), shared=nn.Linear(WIDTH, WIDTH))
+    model = convert(module)
+    assert isinstance(model.network.fc, tb.BcosLinear)
+    assert str(model.report) == str(convert(module, head="pool").report)
+    assert_complete(model)
 
 
 def test_a_squeeze_and_excite_is_no_classifier():

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import torchbcos as tb
 from test_convert import (
@@ -22,6 +23,7 @@ from test_convert import (
     images,
     random,
 )
+from torchbcos.convert.trace import BATCH
 
 # Code that asks for sizes is followed.
 
@@ -237,6 +239,34 @@ def test_what_picks_among_signals_is_kept(body):
     assert_equals_body(model, body)
 
 
+BY_KEYWORD = {
+    "mean": lambda net, x: x + torch.mean(input=x, dim=(2, 3), keepdim=True),
+    "sum": lambda net, x: x + torch.sum(dim=1, keepdim=True, input=x),
+    "cumsum": lambda net, x: torch.cumsum(input=x, dim=3),
+    "roll": lambda net, x: torch.roll(input=x, shifts=2, dims=2),
+    "flip": lambda net, x: torch.flip(input=x, dims=[3]),
+    "chunk": lambda net, x: torch.chunk(input=x, chunks=2, dim=2)[0],
+    "split": lambda net, x: torch.split(tensor=x, split_size_or_sections=2, dim=3)[0],
+    "tensor_split": lambda net, x: torch.tensor_split(input=x, sections=2, dim=3)[0],
+    "unbind": lambda net, x: x + torch.unbind(input=x, dim=3)[0].unsqueeze(3),
+    "narrow": lambda net, x: torch.narrow(input=x, dim=2, start=1, length=4),
+    "select": lambda net, x: x + torch.select(input=x, dim=3, index=0).unsqueeze(3),
+    "max": lambda net, x: x + torch.max(input=x, dim=1, keepdim=True)[0],
+    "amax": lambda net, x: x + torch.amax(input=x, dim=(2, 3), keepdim=True),
+    "abs": lambda net, x: torch.abs(input=x),
+}
+
+
+@pytest.mark.parametrize("body", BY_KEYWORD.values(), ids=BY_KEYWORD)
+def test_functions_are_called_by_keyword_as_well(body):
+    assert_equals_body(convert(Net(body)), body)
+
+
+def test_a_clamped_signal_by_keyword_loses_the_clamp():
+    model = convert(Net(lambda net, x: torch.clamp(input=x, min=0)))
+    assert_equals_body(model, lambda net, x: x)
+
+
 def test_a_clamped_signal_loses_the_clamp_and_a_clamped_divisor_does_not():
     def body(net, x):
         x = x.clamp(-0.1, 0.1)
@@ -426,6 +456,11 @@ def windows_of_all_images(net, x):
     return x.flatten(2, 3)
 
 
+def to_images(net, x, attend):
+    """What each image gets from all of them."""
+    return x + attend(x.mean([2, 3]))[..., None, None]
+
+
 MIXED = {
     "part of a Fourier transform": (lambda net, x: torch.fft.fft2(x).real, "`fftfft2` at"),
     "data": (lambda net, x: x.data, "`getattr` at getattr"),
@@ -437,6 +472,31 @@ MIXED = {
     "images in two halves": (lambda net, x: torch.cat(x.chunk(2)[::-1]), "`chunk` at chunk"),
     "one image selected": (lambda net, x: x + x.select(0, 1), "`select` at select"),
     "one image": (lambda net, x: x + x[0], "`getitem` at getitem"),
+    "some images": (lambda net, x: x + x[:1], "`getitem` at getitem"),
+    "one image where channels come first": (
+        lambda net, x: x + x.transpose(0, 1)[:, 0][None],
+        "`getitem` at getitem",
+    ),
+    "images in an order of their own": (
+        lambda net, x: x + x[torch.arange(x.shape[0] - 1, -1, -1)],
+        "what combines images",
+    ),
+    "mean over images where channels come first": (
+        lambda net, x: x - x.transpose(0, 1).mean(1)[None],
+        "`mean` at mean",
+    ),
+    "sum over images as a matrix product": (
+        lambda net, x: x + (torch.ones(1, x.shape[0]) @ x.flatten(1)).unflatten(1, x.shape[1:]),
+        "`matmul` at matmul",
+    ),
+    "sum over images by indices": (
+        lambda net, x: x + torch.einsum("n..., m... -> m...", x, x),
+        "`einsum` at einsum",
+    ),
+    "attention to images": (
+        lambda net, x: to_images(net, x, lambda x: F.scaled_dot_product_attention(x, x, x)),
+        "`scaleddotproductattention` at",
+    ),
     "number added where positions come first": (
         lambda net, x: (
             (x.flatten(2).permute(2, 0, 1) + 1).permute(1, 2, 0).unflatten(2, (SIZE, -1))
@@ -460,6 +520,39 @@ def test_what_would_be_silently_wrong_is_refused(body, what):
     with pytest.raises(ValueError, match="cannot become dynamic-linear") as error:
         convert(Net(body, **parts))
     assert what in str(error.value)
+
+
+def added_to_channels_first(net, x):
+    x = net.wide(x).transpose(0, 1) + net.shift[:, None, None, None]
+    return net.narrow(x.transpose(0, 1))
+
+
+def added_to_images_first(net, x):
+    return net.narrow(net.wide(x) + net.shift[:, None, None])
+
+
+def one_of_the_images_added(net, x):
+    x = net.wide(x)
+    return net.narrow(x + x[0])
+
+
+def one_of_the_channels_added(net, x):
+    x = net.wide(x)
+    return net.narrow(x + x[:, :1])
+
+
+@pytest.mark.parametrize("channels", [BATCH, 3 * BATCH])
+def test_as_many_channels_as_images_are_told_from_images_by_numbers(channels):
+    def net(body):
+        wide, narrow = nn.Conv2d(WIDTH, channels, 1), nn.Conv2d(channels, WIDTH, 1)
+        return Net(body, wide=wide, narrow=narrow, shift=nn.Parameter(random(channels)))
+
+    with pytest.raises(ValueError, match="in another order"):
+        convert(net(added_to_channels_first))
+    assert_equals_body(convert(net(added_to_images_first)), added_to_images_first)
+    with pytest.raises(ValueError, match="what combines images"):
+        convert(net(one_of_the_images_added))
+    assert_equals_body(convert(net(one_of_the_channels_added)), one_of_the_channels_added)
 
 
 def test_offsets_of_windows_that_follow_each_other_image_by_image():
@@ -516,6 +609,35 @@ def test_layers_whose_size_is_not_known_yet_are_refused_with_the_remedy():
     module = nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyLinear(5))
     with pytest.raises(ValueError, match="call the module once"):
         convert(module)
+
+
+def weight_normed(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it goes out of use, and yet is used
+        return nn.utils.weight_norm(layer)
+
+
+def pruned(layer):
+    return prune.l1_unstructured(layer, "weight", amount=0.5)
+
+
+REMEDIES = {
+    weight_normed: ("remove_weight_norm", nn.utils.remove_weight_norm),
+    pruned: ("prune.remove", lambda layer: prune.remove(layer, "weight")),
+}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "remedy"), REMEDIES.items(), ids=lambda v: getattr(v, "__name__", "")
+)
+def test_layers_whose_weight_is_computed_before_each_call_are_refused_with_the_remedy(wrap, remedy):
+    module = Net(lambda net, x: net.part(x), part=wrap(conv1x1()))
+    with pytest.raises(ValueError, match="Conv2d whose `weight` is computed") as error:
+        convert(module)
+    name, remove = remedy
+    assert name in str(error.value)
+    remove(module.part)
+    assert_equals_body(convert(module), lambda net, x: net.part(x))
 
 
 # Classifiers behind a flattened map.

@@ -113,7 +113,7 @@ def along_dimensions(r: Rewriter, node: fx.Node, _: Any) -> Value:
     if given is None and name in ("chunk", "split", "tensorsplit", "unbind"):
         given = 0
     dims = [given] if isinstance(given, int) else given
-    if dims is None or (not isinstance(dims, fx.Node) and _is_batch(node.args[0], dims)):
+    if dims is None or (not isinstance(dims, fx.Node) and r.are_images(node.args[0], dims)):
         return r.as_factor(node)
     return r.keep(node)
 
@@ -129,7 +129,7 @@ def selection(r: Rewriter, node: fx.Node, _: Any) -> Value:
     elif name_of(node) not in ("abs", "absolute"):
         given: Any = others[0] if others else node.kwargs.get("dim", ())
         dims = [given] if isinstance(given, int) else given
-        if isinstance(dims, fx.Node) or not dims or _is_batch(x, dims):
+        if isinstance(dims, fx.Node) or not dims or r.are_images(x, dims):
             return r.as_factor(node)
     if kinds != {Kind.SIGNAL}:
         return r.as_factor(node)
@@ -142,8 +142,11 @@ def item(r: Rewriter, node: fx.Node, _: Any) -> Value:
     of, which = node.args
     first = which[0] if isinstance(which, tuple) and which else which
     places = isinstance(of, fx.Node) and name_of(of) in ("max", "min") and which == 1
-    one_image = isinstance(first, int) and _is_batch(of, [0])
-    return r.as_factor(node) if places or one_image else r.keep(node)
+    r.is_doubtful |= isinstance(first, fx.Node) and r.are_images(of, [0])  # in any order
+    found = r.image_dims(of)
+    some_images = len(r.image_dims(node)) < len(found)
+    r.is_doubtful |= some_images and len(found) > 1
+    return r.as_factor(node) if places or (some_images and len(found) == 1) else r.keep(node)
 
 
 def _images_come_first(r: Rewriter, node: fx.Node) -> bool:
@@ -152,18 +155,11 @@ def _images_come_first(r: Rewriter, node: fx.Node) -> bool:
     A multiple of their number may be their windows, image after image, or not: numbers tell.
     """
     shape = node.meta.get("shape", ())
-    if not shape or shape[0] == BATCH:
+    if not shape:
         return True
-    r.is_doubtful |= shape[0] % BATCH == 0
-    return bool(shape[0] % BATCH == 0)
-
-
-def _is_batch(x: Any, dims: Iterable[Any]) -> bool:
-    """Whether one of these dimensions of x is, or contains, that of the images."""
-    shape = x.meta.get("shape", ()) if isinstance(x, fx.Node) else ()
-    if not shape or shape[0] % BATCH:
-        return False
-    return any(isinstance(dim, int) and dim % len(shape) == 0 for dim in dims)
+    found = r.image_dims(node)
+    r.is_doubtful |= 0 in found and (shape[0] != BATCH or len(found) > 1)
+    return 0 in found
 
 
 def parts_of(place: Any) -> Iterable[Any]:

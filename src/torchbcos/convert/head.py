@@ -41,6 +41,8 @@ def _move(gm: fx.GraphModule, end: fx.Node) -> set[str]:
     if chain is None:
         return set()
     x, window, layers = chain
+    if _are_used_elsewhere(gm, layers):
+        return set()
     with gm.graph.inserting_before(_only_user(end)):
         for node in layers:
             name, old = str(node.target), submodule(gm, node)
@@ -52,6 +54,17 @@ def _move(gm: fx.GraphModule, end: fx.Node) -> set[str]:
         x = _copy_meta(gm.graph.call_function(torch.flatten, (x, 1)), end)
     end.replace_all_uses_with(x)
     return {str(node.target) for node in layers}
+
+
+def _are_used_elsewhere(gm: fx.GraphModule, layers: list[fx.Node]) -> bool:
+    """Whether something outside of the chain calls one of its layers or reads its weight."""
+    names = {str(node.target) for node in layers}
+    return any(
+        (n.op == "call_module" and n.target in names)
+        or (n.op == "get_attr" and str(n.target).rpartition(".")[0] in names)
+        for n in gm.graph.nodes
+        if n not in layers
+    )
 
 
 def _only_user(node: fx.Node) -> fx.Node:

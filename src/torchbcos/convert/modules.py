@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from typing import Any
 
@@ -131,6 +132,8 @@ def completeness_error(network: nn.Module, channels: int, size: tuple[int, int])
         mixed = out * (2 * draw(out.shape) - 1).to(where)
         parts = [x, *offsets]
         grads = torch.autograd.grad(mixed.sum(), parts, allow_unused=True)
+    if any(len(v) % 3 for v in parts):
+        return math.inf  # an offset that cannot be told apart by image
     linear = sum(
         (g * v).reshape(3, -1).sum(1) for g, v in zip(grads, parts, strict=True) if g is not None
     )

@@ -5,6 +5,7 @@ One of the two stays a signal; the other is held constant in an explanation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ def unit_length(r: Rewriter, node: fx.Node, _: Any) -> Value:
 
 def matrix_product(r: Rewriter, node: fx.Node, _: Any) -> Value:
     a, b = node.args[0], node.args[1]
+    if r.are_images(a, [-1]) or r.are_images(b, [-2]):
+        return r.as_factor(node)
     kinds = (r.value(a).kind, r.value(b).kind)
     if Kind.CONSTANT in kinds:
         return r.keep(node)
@@ -82,6 +85,8 @@ def product_by_indices(r: Rewriter, node: fx.Node, _: Any) -> Value:
     """einsum of two tensors."""
     if len(node.args) != 3 or not isinstance(node.args[0], str):
         return r.as_factor(node)
+    if _sums_images(r, node.args[0], node.args[1:]):
+        return r.as_factor(node)
     kinds = [r.value(a).kind for a in node.args[1:]]
     if Kind.CONSTANT in kinds:
         return r.keep(node)
@@ -94,9 +99,19 @@ def product_by_indices(r: Rewriter, node: fx.Node, _: Any) -> Value:
     return r.value(args[kept])
 
 
+def _sums_images(r: Rewriter, equation: str, factors: Sequence[Any]) -> bool:
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    if not arrow:
+        result = "".join(letter for letter in terms if terms.count(letter) == 1)
+    return any(
+        r.are_images(x, [i - len(term) for i, name in enumerate(term) if name not in result])
+        for x, term in zip(factors, terms.split(","), strict=True)
+    )
+
+
 def attention(r: Rewriter, node: fx.Node, _: Any) -> Value:
     q, k, v = node.args[:3]
-    if r.value(v).kind is not Kind.SIGNAL:
+    if r.value(v).kind is not Kind.SIGNAL or r.are_images(v, [-2]):
         return r.as_factor(node)
     r.note(node, "attention weights held constant")
 
@@ -110,13 +125,20 @@ def attention(r: Rewriter, node: fx.Node, _: Any) -> Value:
 
 
 def attention_module(r: Rewriter, node: fx.Node, module: Any) -> Value:
-    """Linear in what is attended to; all else is in the attention weights, which are held."""
+    """Linear in what is attended to; all else is in the attention weights, which are held.
+
+    What is attended to must be places, and not the images of a batch.
+    """
     is_plain = isinstance(module, nn.MultiheadAttention)
     names = _ATTENTION_ARGUMENTS if is_plain else ("src",)  # encoders attend to what they are given
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    value = r.value(given.get("value" if is_plain else "src"))
+    attended = given.get("value" if is_plain else "src")
+    value = r.value(attended)
     twin = attention_twin(module, r.options.b, r.options.max_out, bool(r.options.norm))
     if twin is None or value.kind is not Kind.SIGNAL or value.raw:
+        return r.as_factor(node)
+    layers = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention)]
+    if r.are_images(attended, [-2] if all(m.batch_first for m in layers) else [0]):
         return r.as_factor(node)
     if is_plain:
         if not all(name_of(u) == "getitem" and (u.args[1] == 0 or not u.users) for u in node.users):

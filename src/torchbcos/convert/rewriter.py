@@ -12,7 +12,7 @@ Every value in the graph is one of three kinds:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, cast
@@ -20,9 +20,8 @@ from typing import Any, cast
 from torch import Tensor, fx, nn
 
 from torchbcos.convert.report import Change
-from torchbcos.convert.trace import submodule
+from torchbcos.convert.trace import BATCH, submodule
 from torchbcos.convert.tracers import PART_OF, RETURNED_BY
-from torchbcos.layers import BcosLayer
 
 __all__ = [
     "CONSTANT",
@@ -102,7 +101,8 @@ class Rewriter:
         self.convert_auxiliary = convert_auxiliary
         self._prefix = prefix
         self.values: dict[fx.Node, Value] = {}
-        self._replaced: set[str] = set()
+        self.learned = {name for name, _ in gm.named_parameters(remove_duplicate=False)}
+        self._originals: dict[str, nn.Module] = {}  # of the modules replaced, by their names
 
     def run(self) -> None:
         for node in _out_of_place(self.gm.graph):
@@ -111,9 +111,25 @@ class Rewriter:
             value = self.values[node] = self.visit(node)
             if value.kind is Kind.FACTOR:
                 node.meta[FACTOR] = value.cause
-        self.gm.graph.eliminate_dead_code()
+        self._erase_dead_code()
         self.gm.delete_all_unused_submodules()
         self.gm.recompile()
+
+    def _erase_dead_code(self) -> None:
+        """What is alive must not read a parameter that is gone with its layer."""
+        for node in reversed(self.gm.graph.nodes):
+            if not node.users and not node.is_impure():
+                self.gm.graph.erase_node(node)
+            elif node.op == "get_attr":
+                found: Any = self.gm
+                for name in str(node.target).split("."):
+                    found = getattr(found, name, None)
+                if found is None:
+                    raise ValueError(
+                        f"{self.gm._get_name()} cannot be converted, because its code uses "
+                        f"`{node.target}`, which is gone with the layer that it is of: give the "
+                        "code a parameter of its own."
+                    )
 
     def last_on_image(self) -> fx.Node | None:
         """The last operation that sees the image itself, however reshaped."""
@@ -139,13 +155,9 @@ class Rewriter:
             return self.remove(node)
         if all(value.kind is Kind.CONSTANT for value in inputs):
             return CONSTANT
-        module = submodule(self.gm, node) if node.op == "call_module" else None
+        module = self._original(node)
         if module is None:
             _by_position(node)
-        elif str(node.target) in self._replaced:  # used twice, converted once
-            value = self.joined(node)
-            layers = BcosLayer | nn.Sequential  # which has one, before pixels are shuffled
-            return replace(value, raw=False) if isinstance(module, layers) else value
         return self._rule_for(node, module)(self, node, module)
 
     # What rules are made of.
@@ -162,6 +174,18 @@ class Rewriter:
         first = next(value for value in values if value.kind is Kind.SIGNAL)
         return replace(first, raw=any(value.raw for value in values))
 
+    def image_dims(self, x: Any) -> list[int]:
+        """The dimension of x that is, or contains, that of the images, or all that it could be."""
+        shape = x.meta.get("shape", ()) if isinstance(x, fx.Node) else ()
+        return [dim for dim, size in enumerate(shape) if size % BATCH == 0]
+
+    def are_images(self, x: Any, dims: Iterable[Any]) -> bool:
+        """Whether one of these dimensions of x is that of the images."""
+        found = [] if self.value(x).kind is Kind.CONSTANT else self.image_dims(x)
+        named = {d % len(x.meta["shape"]) for d in dims if isinstance(d, int) and found}
+        self.is_doubtful |= len(found) > 1 and not named.isdisjoint(found)
+        return not named.isdisjoint(found[:1])
+
     def is_normalisation(self, node: fx.Node) -> bool:
         """Whether constants of its own normalise each channel of the image: the encoding's part."""
         x, constant = node.args[:2]
@@ -176,8 +200,14 @@ class Rewriter:
         inside = [self._prefix + key for key in stack if key] or [self._prefix.rstrip(".")]
         return f"{inside[-1]}: {name_of(node)}".removeprefix(": ")
 
+    def _original(self, node: fx.Node) -> nn.Module | None:
+        """The network's own module that is called, if one is."""
+        if node.op != "call_module":
+            return None
+        return self._originals.get(str(node.target), submodule(self.gm, node))
+
     def operation(self, node: fx.Node) -> str:
-        module = submodule(self.gm, node) if node.op == "call_module" else None
+        module = self._original(node)
         return name_of(node) if module is None else type(module).__name__
 
     def note(self, node: fx.Node, became: str) -> None:
@@ -202,9 +232,12 @@ class Rewriter:
         return self.values[source]
 
     def put_module(self, node: fx.Node, module: nn.Module, became: str = "") -> None:
+        name = str(node.target)
+        if name in self._originals:  # used twice, converted once
+            return
         self.note(node, became or type(module).__name__)
-        self._replaced.add(str(node.target))
-        self.gm.add_submodule(str(node.target), module)
+        self._originals[name] = self.gm.get_submodule(name)
+        self.gm.add_submodule(name, module)
 
     def put_function(
         self, node: fx.Node, function: Callable[..., Any], args: tuple[Any, ...], became: str
@@ -212,9 +245,11 @@ class Rewriter:
         self.note(node, became)
         node.op, node.target, node.args, node.kwargs = "call_function", function, args, {}
 
-    def insert(self, before: fx.Node, function: Callable[..., Any], *args: Any) -> fx.Node:
+    def insert(
+        self, before: fx.Node, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> fx.Node:
         with self.gm.graph.inserting_before(before):
-            new = self.gm.graph.call_function(function, args)
+            new = self.gm.graph.call_function(function, args, kwargs)
         self.values[new] = self.value(args[0])
         return new
 
@@ -228,12 +263,18 @@ class Rewriter:
 
 
 _PAIRS = "add sub rsub mul multiply div divide matmul maximum minimum"
+_OF_ONE = (
+    "mean sum cumsum roll flip chunk unbind narrow select tensorsplit abs absolute max min amax "
+    "amin clamp clip clampmin clampmax"
+)
 #: For calls by keyword, the order of the arguments that the rules read.
 _ORDER: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_PAIRS.split(), ("input", "other")),
+    **dict.fromkeys(_OF_ONE.split(), ("input",)),
     **dict.fromkeys(["bmm", "mm"], ("input", "mat2")),
     **dict.fromkeys(["cat", "concat", "concatenate", "stack"], ("tensors", "dim")),
     "addcmul": ("input", "tensor1", "tensor2"),
+    "split": ("tensor",),
     "scaleddotproductattention": ("query", "key", "value"),
 }
 

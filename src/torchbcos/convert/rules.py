@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
@@ -138,18 +139,18 @@ def _layer(r: Rewriter, node: fx.Node, module: Any) -> Value:
 
 
 def _functional_layer(r: Rewriter, node: fx.Node, _: Any) -> Value:
-    """F.conv2d and F.linear: a learned weight gets the transform, a fixed filter stays."""
+    """F.conv2d and F.linear: a learned weight gets the transform and loses its bias."""
     weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
     if not isinstance(weight, fx.Node) or r.value(weight).kind is not Kind.CONSTANT:
         return r.as_factor(node)
     name = name_of(node)
     given = dict(zip(_CONV_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
-    given.pop("bias", None)
-    if not _is_learned(r.gm, weight):
-        node.args, node.kwargs = (), given
-        return r.keep(node)
+    bias = given.pop("bias", None)
+    if not _is_learned(r, weight):
+        return _fixed_filter(r, node, given, bias)
     value = r.joined(node)
-    alone = weight.op == "get_attr" and len(weight.users) == 1
+    is_tied = weight.op == "get_attr" and _is_a_layers(r, weight)
+    alone = weight.op == "get_attr" and len(weight.users) == 1 and not is_tied
     if alone and not any(isinstance(v, fx.Node) for v in _options(given)):
         parameter = operator.attrgetter(str(weight.target))(r.gm)
         widen = 2 if value.raw else 1
@@ -161,8 +162,22 @@ def _functional_layer(r: Rewriter, node: fx.Node, _: Any) -> Value:
         return replace(value, raw=False)
     function = getattr(functional, f"bcos_{name}")
     r.put_function(node, function, (), f"bcos_{name}")
-    node.kwargs = {**given, "b": r.options.b}
+    node.kwargs = {**given, "b": r.options.b, "max_out": r.options.max_out if is_tied else 1}
     return replace(value, raw=False)
+
+
+def _fixed_filter(r: Rewriter, node: fx.Node, given: dict[str, Any], bias: Any) -> Value:
+    """It stays, and its bias is an offset."""
+    if bias is None:
+        node.args, node.kwargs = (), given
+        return r.keep(node)
+    r.note(node, "kept")
+    name, function = name_of(node), cast(Callable[..., Any], node.target)
+    dims = 0 if name == "linear" else int(name[-2])
+    filtered = r.insert(node, function, given.pop("input"), **given)
+    node.target, node.kwargs = operator.add, {}
+    node.args = (filtered, r.insert(node, torch.reshape, bias, (-1, *[1] * dims)))
+    return sum_of_two(r, node, None)
 
 
 def _options(given: dict[str, Any]) -> list[Any]:
@@ -171,11 +186,19 @@ def _options(given: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _is_learned(gm: fx.GraphModule, weight: fx.Node) -> bool:
+def _is_learned(r: Rewriter, weight: fx.Node) -> bool:
     """Whether a parameter is among what the weight is made of."""
     if weight.op == "get_attr":
-        return isinstance(operator.attrgetter(str(weight.target))(gm), nn.Parameter)
-    return any(_is_learned(gm, source) for source in weight.all_input_nodes)
+        return weight.target in r.learned
+    return any(_is_learned(r, source) for source in weight.all_input_nodes)
+
+
+def _is_a_layers(r: Rewriter, weight: fx.Node) -> bool:
+    """Whether a layer that is called has this weight, and so its B-cos twin."""
+    owner = str(weight.target).rpartition(".")[0]
+    return bool(owner) and any(
+        n.op == "call_module" and n.target == owner for n in r.gm.graph.nodes
+    )
 
 
 _CONV_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")

@@ -17,8 +17,10 @@ from torchbcos.convert.tracers import (
     DependsOnValuesError,
     FollowingTracer,
     Tracer,
+    class_key,
     empty_image,
     is_auxiliary,
+    sources,
 )
 
 __all__ = [
@@ -33,8 +35,9 @@ __all__ = [
     "trace",
 ]
 
-#: Images in the batch that shapes are computed for: a number that no other dimension has.
-BATCH = 31
+#: Images in the batch that shapes are computed for: a prime that no other dimension is likely to
+#: have or to be a multiple of, as channels are of small numbers and tables of 2n - 1.
+BATCH = 137
 _COMMON_SIZES = (224, 299, 256, 32, 64, 28, 96, 128, 160, 192, 240, 288, 320, 384)
 
 
@@ -59,13 +62,29 @@ def trace(
     # Of its own, because code that runs may change it; only the tensors are the same.
     tensors = itertools.chain(module.parameters(), module.buffers())
     module = copy.deepcopy(module, {id(t): t for t in tensors})
-    module.train(any(is_auxiliary(m) for m in module.modules()))
+    auxiliary = frozenset(class_key(m) for m in module.modules() if is_auxiliary(m))
     sizes = [as_pair(s) for s in (_sizes(module) if size is None else (size,))]
     with _quietly():
-        try:
-            return _symbolically(module, leaf_names, channels, sizes)
-        except TraceError:
-            return _followed(module, leaf_names, channels, sizes)
+        while True:
+            module.train(bool(auxiliary))
+            try:
+                gm, used_size = _symbolically(module, leaf_names | auxiliary, channels, sizes)
+            except TraceError:
+                gm, used_size = _followed(module, leaf_names | auxiliary, channels, sizes)
+            only_by_name = auxiliary & _on_main_path(gm)
+            if not only_by_name:
+                return gm, used_size
+            auxiliary -= only_by_name
+
+
+def _on_main_path(gm: fx.GraphModule) -> set[str]:
+    """The classes of the modules that the first output comes from."""
+    end: Any = next(n for n in gm.graph.nodes if n.op == "output").args[0]
+    while isinstance(end, fx.Node) and isinstance(end.target, type):  # a named tuple
+        end = end.args
+    main = end[0] if isinstance(end, tuple | list) else end
+    nodes = sources(main) if isinstance(main, fx.Node) else set()
+    return {class_key(submodule(gm, n)) for n in nodes if n.op == "call_module"}
 
 
 def _sizes(module: nn.Module) -> tuple[int | Sequence[int], ...]:
@@ -214,6 +233,14 @@ def likely_channels(module: nn.Module) -> list[int]:
                 f"`module` (a {type(module).__name__}) has a {type(m).__name__}, whose size is not "
                 "known yet: call the module once on an image, then convert it."
             )
+        for name, value in vars(m).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                raise ValueError(
+                    f"`module` (a {type(module).__name__}) has a {type(m).__name__} whose `{name}` "
+                    "is computed from parameters before each call: make it a parameter again with "
+                    "torch.nn.utils.remove_weight_norm(layer), or prune.remove(layer, "
+                    f"{name!r}) if it was pruned, then convert the module."
+                )
     for m in module.modules():
         if isinstance(m, nn.modules.conv._ConvNd):
             return list(dict.fromkeys([m.in_channels, 3, 1]))

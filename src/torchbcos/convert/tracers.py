@@ -30,6 +30,7 @@ __all__ = [
     "empty_image",
     "is_auxiliary",
     "is_followed",
+    "sources",
 ]
 
 #: Modules kept whole, subclasses too: a library's own convolution is still a convolution.
@@ -54,7 +55,7 @@ def class_key(module: nn.Module) -> str:
 
 
 def is_auxiliary(module: nn.Module) -> bool:
-    """An extra classifier that runs in training only, as Inception's and GoogLeNet's."""
+    """By its name, an extra classifier that runs in training only, as Inception's, GoogLeNet's."""
     return class_key(module).endswith("aux")
 
 
@@ -93,7 +94,6 @@ class Tracer(fx.Tracer):
         return (
             isinstance(m, LEAVES)
             or class_key(m) in self._leaf_names
-            or is_auxiliary(m)
             or super().is_leaf_module(m, module_qualified_name)
         )
 
@@ -184,7 +184,7 @@ class FollowingTracer(Tracer):
     def answer(self, proxy: fx.Proxy, question: str) -> Any:
         """What `proxy` is for the example, which the graph insists on from now on."""
         value = self._values[proxy.node]
-        of_the_image = any(n.op == "placeholder" for n in _sources(proxy.node))
+        of_the_image = any(n.op == "placeholder" for n in sources(proxy.node))
         if of_the_image and isinstance(value, Tensor) and question != "len":
             raise DependsOnValuesError("its control flow depends on values computed from the image")
         answer = _QUESTIONS[question](value)
@@ -208,7 +208,7 @@ _QUESTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _sources(node: fx.Node) -> set[fx.Node]:
+def sources(node: fx.Node) -> set[fx.Node]:
     """The node and all that it is computed from."""
     met: set[fx.Node] = set()
     waiting = [node]

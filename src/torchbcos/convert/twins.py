@@ -135,7 +135,7 @@ def uncentred_norm(module: Any) -> nn.Module | None:
     own = device_and_dtype(module)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         shape, affine = list(module.normalized_shape), module.elementwise_affine
-        over_channels = class_key(module).endswith("2d")
+        over_channels = "2d" in class_key(module)
         if isinstance(module, nn.RMSNorm):
             return None if over_channels else norms.RMSNorm(shape, module.eps, affine, **own)
         if over_channels:
