@@ -270,9 +270,9 @@ WRONG_OPTIONS = {
     "--unit negative": (("--layer", "4", "--unit", "-1"), "-1"),
     "--delta of one class": (("--delta",), "`--delta`"),
     "--delta of one named class": (("--delta", "--classes", "cat"), "`--delta`"),
-    "--delta of one named class of two": (
+    "--classes beside --top": (
         ("--delta", "--classes", "cat", "--top", 2),
-        "classes: name two with --classes.",
+        "`--top` (=2) and --classes both choose: leave out one.",
     ),
     "--delta of a unit": (
         ("--delta", "--top", 2, "--layer", "4", "--unit", 1),

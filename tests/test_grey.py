@@ -104,7 +104,7 @@ def test_in_channels_is_checked(name, channels):
 
 
 def test_options_that_a_network_does_not_take_are_named():
-    with pytest.raises(ValueError, match=r"`options` \(.*widht=8\) must suit mini: .*'widht'"):
+    with pytest.raises(TypeError, match=r"`options` \(.*widht=8\) must suit mini: .*'widht'"):
         tb.create_model("mini", num_classes=2, widht=8)
 
 

@@ -44,7 +44,9 @@ def builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
             if str(error).startswith("`"):  # our own words
                 raise
             given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-            raise ValueError(f"`options` ({given}) must suit {name}: {error}.") from error
+            words = f"`options` ({given}) must suit {name}: {error}."
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(words) from error
 
     return made
 
