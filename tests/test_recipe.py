@@ -187,7 +187,7 @@ def test_a_recipe_of_ones_own_may_have_a_base(tmp_path):
         ("nope", [], r"`recipe` \(='nope'\) must be a TOML file or a recipe's name"),
         ("cifar", [], "did you mean cifar10"),
         ("imagenet-resnet34", [], r"`--data` is missing"),
-        ("shapes", ["xyz=3"], "`xyz` is no setting: accumulate, adaptive_clip,"),
+        ("shapes", ["xyz=3"], "`xyz` is no setting; all are accumulate, adaptive_clip,"),
         ("shapes", ["bacth=3"], "`bacth` is no setting: did you mean batch"),
         ("shapes", ["lr"], "`lr` must be name=value"),
         ("shapes", ["lr=fast"], r"`lr` \(='fast'\) must be a number"),

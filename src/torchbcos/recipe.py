@@ -37,10 +37,9 @@ def read_recipe(recipe: str, data: str = "", changes: Sequence[str] = ()) -> Tra
     for name in settings:
         if name not in names:
             close = difflib.get_close_matches(name, names, 3)
-            hint = (
-                f"did you mean {' or '.join(close)}?" if close else f"{', '.join(sorted(names))}."
-            )
-            raise ValueError(f"`{name}` is no setting: {hint}")
+            if close:
+                raise ValueError(f"`{name}` is no setting: did you mean {' or '.join(close)}?")
+            raise ValueError(f"`{name}` is no setting; all are {', '.join(sorted(names))}.")
     lists = {k: tuple(v) for k, v in settings.items() if isinstance(v, list)}
     return TrainConfig(**{**settings, **lists})
 
@@ -51,13 +50,10 @@ def list_recipes() -> dict[str, str]:
     >>> list_recipes()["shapes"]
     'The synthetic shapes, on two CPU cores in two minutes'
     """
+    texts = {name: path.read_text(encoding="utf-8") for name, path in sorted(_bundled().items())}
     return {
-        name: path.read_text(encoding="utf-8")
-        .split("\n")[0]
-        .removeprefix("#")
-        .strip()
-        .removesuffix(".")
-        for name, path in sorted(_bundled().items())
+        name: text.split("\n")[0].removeprefix("#").strip().removesuffix(".")
+        for name, text in texts.items()
     }
 
 

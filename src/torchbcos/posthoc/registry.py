@@ -28,9 +28,7 @@ class Method:
     label: str  # in plots and tables
     perturbs: bool = False  # it looks at outputs alone: slow, and scored unsmoothed
     inherent: bool = False  # it needs a B-cos model
-    twin: Callable[[nn.Module], str] = lambda _: (
-        ""
-    )  # the name of the method that it equals on a model, or ""
+    twin: Callable[[nn.Module], str] = lambda _: ""  # the method that it equals on a model, or ""
     needs: tuple[str, ...] = ()  # packages of the extra `eval`
 
     def __call__(
