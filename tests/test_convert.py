@@ -125,6 +125,8 @@ def test_every_convolution_and_linear_layer_becomes_a_bcos_layer_of_the_same_geo
     assert {(layer.b, layer.max_out) for _, layer in model.bcos_layers()} == {(1.5, 3)}
     assert model.network.stem.in_channels == 6
     assert model.in_channels == 3
+    with pytest.raises(ValueError, match=r"`module` \(a BcosModel\) is converted already"):
+        convert(model)
     assert model.num_classes == 5
     assert model.input_size == (SIZE, SIZE)
     assert_complete(model)

@@ -179,6 +179,8 @@ def convert(
     """Convert an architecture and print what became of each of its operations."""
     from torchbcos.models import create_model
 
+    if norm not in ("none", "uncentred"):
+        fail(f"`--norm` (={norm!r}) must be 'none' or 'uncentred'.")
     model = create_model(
         arch,
         num_classes=num_classes,

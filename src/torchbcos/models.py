@@ -221,6 +221,8 @@ def convert(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"`module` (={module!r}) must be an nn.Module; create_model takes names.")
+    if isinstance(module, BcosModel):
+        raise ValueError("`module` (a BcosModel) is converted already: give the network it is of.")
     options = {"b": b, "max_out": max_out, "norm": norm, "head": head, "strict": strict}
     conversion = convert_network(module, size=input_size, **options)  # type: ignore[arg-type]
     return _model(conversion, classes, Architecture(None, options))
