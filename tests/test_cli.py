@@ -685,7 +685,7 @@ WRONG_CONVERSIONS = {
     "unknown to timm": (("timm/nothing",), "timm"),
     "b below one": (("cifar9", "--b", 0.5), "`b` (=0.5)"),
     "no units": (("cifar9", "--max-out", 0), "`max_out` (=0)"),
-    "another norm": (("cifar9", "--norm", "batch"), "`norm` (='batch')"),
+    "another norm": (("cifar9", "--norm", "batch"), "`--norm` (='batch')"),
     "another head": (("cifar9", "--head", "top"), "`head` (='top')"),
 }
 

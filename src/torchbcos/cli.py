@@ -12,9 +12,9 @@ from typing import Annotated, NoReturn
 import typer
 from rich.table import Table
 
-from torchbcos import cli_localise, cli_reproduce, cli_serve
+from torchbcos import cli_bench, cli_localise, cli_reproduce, cli_serve
 from torchbcos._version import __version__
-from torchbcos.cli_common import AsJson, Device, ModelName, as_text, check_file, console
+from torchbcos.cli_common import AsJson, Device, ModelName, as_text, complain, console
 from torchbcos.cli_neurons import app as neurons_app
 
 app = typer.Typer(
@@ -38,7 +38,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     as_usual = warnings.showwarning
     warnings.showwarning = lambda words, kind, file, *rest: (
-        complain(str(words))
+        complain(errors, str(words))
         if Path(file).is_relative_to(HERE)
         else as_usual(words, kind, file, *rest)
     )
@@ -51,14 +51,8 @@ def main() -> None:
 
 
 def fail(sentence: str) -> NoReturn:
-    complain(sentence)
+    complain(errors, sentence)
     sys.exit(2)
-
-
-def complain(sentence: str) -> None:
-    errors.print(
-        f"torchbcos: {' '.join(sentence.split())}", style="red", markup=False, soft_wrap=True
-    )
 
 
 def _tell_version(asked: bool) -> None:
@@ -134,7 +128,7 @@ def explain(
         if run.page is not None:
             output.print(f"Open {run.page}", soft_wrap=True, markup=False)
     for sentence in run.refused:
-        complain(sentence)
+        complain(errors, sentence)
     if run.refused:
         raise typer.Exit(2)
 
@@ -352,7 +346,7 @@ def export(
         with errors.status("writing ONNX; large networks take minutes"):
             done = write(network, out, size=size or None, explanation=explanation)
     except ExportError as error:
-        complain(str(error))
+        complain(errors, str(error))
         sys.exit(1)
     if as_json:
         sys.stdout.write(json.dumps(done.as_json(), indent=1) + "\n")
@@ -374,50 +368,9 @@ def export(
 app.command(epilog="Example: torchbcos serve examples/photos --browse")(cli_serve.serve)
 
 
-@app.command(epilog="Example: torchbcos bench --device cuda --only training,captured")
-def bench(
-    device: Device = "cpu",
-    only: Annotated[
-        str,
-        typer.Option(
-            help="Cases to measure, by words of theirs, as in ours,training,resnet34,eager; "
-            "units=2, b=1.5, batch=64, …"
-        ),
-    ] = "",
-    seconds: Annotated[float, typer.Option(help="For each measurement.", min=0.01)] = 0.5,
-    out: Annotated[
-        Path, typer.Option(help="JSON file, written after each one; results are added to it.")
-    ] = Path("speed.json"),
-) -> None:
-    """Measure time and memory of B-cos networks beside conventional ones, plain convolutions alone
-    (the floor), and the package `bcos` of the paper's authors."""
-    import torch
-
-    from torchbcos import bench as benchmark
-    from torchbcos import bench_cases
-    from torchbcos.evidence import command
-
-    check_file(out)
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    made_by = {"command": command("torchbcos"), **benchmark.evidence(device, dtype)}
-    results = benchmark.Results(out, made_by)
-    cases = bench_cases.select(bench_cases.suite(device.split(":")[0]), only)
-    missing: set[str] = set()
-    measured = 0
-    try:
-        for found in benchmark.bench(cases, device, dtype, seconds, missing.add):
-            measured += 1
-            results.add(found)
-            output.print(found.words(), highlight=False, soft_wrap=True)
-    except benchmark.BenchError as error:
-        complain(str(error))
-        sys.exit(1)
-    needed = f"not installed and needed: the package {', '.join(sorted(missing))}."
-    if not measured:
-        fail(f"nothing was measured; {needed}")
-    if missing:
-        complain(f"cases were left out; {needed}")
-    output.print(f"Wrote {out}", soft_wrap=True, markup=False)
+app.command(epilog="Example: torchbcos bench --device cuda --only training,captured")(
+    cli_bench.bench
+)
 
 
 if __name__ == "__main__":

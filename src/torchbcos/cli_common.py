@@ -27,6 +27,12 @@ def as_text(words: str) -> Text:
     return Text(words.encode("utf-8", "backslashreplace").decode())
 
 
+def complain(errors: Console, sentence: str) -> None:
+    """One line in red."""
+    words = f"torchbcos: {' '.join(sentence.split())}"
+    errors.print(words, style="red", markup=False, soft_wrap=True)
+
+
 def check_file(out: Path) -> None:
     """Refuse an `--out` that cannot become a file."""
     if out.is_dir():

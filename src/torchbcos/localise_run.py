@@ -24,58 +24,22 @@ from torchbcos.checkpoint import write_atomically
 from torchbcos.data import ImageSet
 from torchbcos.disconnected import cell_targets, difull, dipart
 from torchbcos.explain import logits_of, network_input
+from torchbcos.game import Game
 from torchbcos.localise import (
     Summary,
-    check_kernel,
-    check_preset,
     check_window,
     compose,
-    default_kernel,
     plan_grids,
     score_cells,
     summarise,
 )
 from torchbcos.models import BcosModel, in_mode
-from torchbcos.posthoc import Method, by_colours, choose_methods
+from torchbcos.posthoc import Method, choose_methods
 from torchbcos.wrappers import check_together, unwrapped
 
 __all__ = ["Game", "MethodScores", "Played", "grid_images", "play"]
 
-SETTINGS = ("grid", "difull", "dipart")
-DERIVED = ("channels", "colours")
 _SAVE_EVERY = 30.0  # seconds
-
-
-@dataclass(frozen=True)
-class Game:
-    """Everything that decides the scores, beside model, images and method."""
-
-    grids: int = 500
-    n: int = 3
-    preset: str = "paper"  # or "released"
-    setting: str = "grid"  # or "difull", "dipart"
-    smooth: int | None = None  # pixels of the window, 0 for none; None: by the cells' size
-    seed: int = 42
-    derive: str = "channels"  # or "colours": by what post-hoc methods derive B-cos models
-
-    def __post_init__(self) -> None:
-        if self.setting not in SETTINGS:
-            raise ValueError(f"`setting` (={self.setting!r}) must be of: {', '.join(SETTINGS)}.")
-        if self.derive not in DERIVED:
-            raise ValueError(f"`derive` (={self.derive!r}) must be 'channels' or 'colours'.")
-        check_preset(self.preset)
-        check_kernel(self.smooth or 0)
-
-    def kernel(self, method: Method, cell: int) -> int:
-        """What maps are smoothed with: those of perturbation methods never are."""
-        if method.perturbs:
-            return 0
-        return default_kernel(cell) if self.smooth is None else self.smooth
-
-    def given(self, model: nn.Module, method: Method) -> nn.Module:
-        """The model as this method gets it."""
-        whole = method.inherent or self.derive == "channels"
-        return model if whole else by_colours(model)
 
 
 @dataclass(frozen=True)
