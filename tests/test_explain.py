@@ -1053,3 +1053,9 @@ def test_one_hot_targets_are_no_class_indices(kind):
     with pytest.raises(ValueError, match=r"look one-hot: use targets\.argmax\(1\)"):
         tb.explain(model, x, kind(torch.eye(model.num_classes)[: len(x)]))
     tb.explain(model, x, torch.tensor([[0, 1]] * len(x)))
+
+
+@pytest.mark.parametrize("targets", [True, [False, True]])
+def test_booleans_are_no_class_indices(targets):
+    with pytest.raises(TypeError, match=r"\(=(True|False)\) must be a class index or name"):
+        tb.explain(converted(), pictures(channels=3), targets)

@@ -45,6 +45,8 @@ FUNCTIONS = {
     "dilated groups": nn.Conv2d(4, 6, 3, padding=2, dilation=2, groups=2),
     "transposed": nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1),
     "mirrored": lambda x: F.pad(x, (1, 2, 3, 1), mode="reflect") ** 2,
+    "repeated": lambda x: F.pad(x, (1, 2, 3, 0), mode="replicate") ** 2,
+    "repeated and cut": lambda x: F.pad(x, (2, -3, -1, 14), mode="replicate") ** 2,
     "padded": lambda x: F.pad(x, (1, 0, 2, 3)) ** 2,
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
 }

@@ -154,8 +154,17 @@ def _adaptive_avg_pool2d_backward(grad: Tensor, x: Tensor) -> Tensor:
     return _spread(grad, shares)
 
 
+def _replication_pad2d_backward(grad: Tensor, x: Tensor, padding: list[int]) -> Tensor:
+    left, _, top, _ = padding
+    shares = []
+    for size, count, before in zip(x.shape[-2:], grad.shape[-2:], (top, left), strict=True):
+        nearest = np.clip(np.arange(count) - before, 0, size - 1)
+        shares.append(np.eye(size, dtype=np.float32)[nearest])
+    return _spread(grad, shares)
+
+
 def _spread(grad: Tensor, shares: Sequence[np.ndarray]) -> Tensor:
-    """A pool's transpose; shares[d][i, j] is the weight of pixel j in the mean i along d."""
+    """The transpose of a map along rows and columns; shares[d][i, j]: of pixel j in output i."""
     rows, columns = map(torch.from_numpy, shares)
     return rows.t() @ grad @ columns
 
@@ -170,4 +179,5 @@ _BACKWARDS: dict[Any, Callable[..., Any]] = {
     aten.convolution_backward.default: _convolution_backward,
     aten.avg_pool2d_backward.default: _avg_pool2d_backward,
     aten._adaptive_avg_pool2d_backward.default: _adaptive_avg_pool2d_backward,
+    aten.replication_pad2d_backward.default: _replication_pad2d_backward,
 }
