@@ -10,6 +10,7 @@ import safetensors
 import torch
 
 from small_training import Processes, assert_same_weights, file_weights
+from torchbcos.processes import make_fabric
 
 SETTINGS = {"epochs": 6, "ema": 0.5}
 
@@ -40,6 +41,16 @@ def test_killed_at_ten_random_moments_it_resumes_to_the_same_weights(processes, 
     assert processes.run(tmp_path, SETTINGS) == 0
     assert_same_weights(file_weights(out), file_weights(tmp_path))
     assert metrics(out) == metrics(tmp_path)
+
+
+def test_machines_that_do_not_know_each_other_are_told_how_to(monkeypatch):
+    addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0"}
+    for name, value in addresses.items():
+        monkeypatch.setenv(name, value)
+    assert make_fabric(nodes=2, accelerator="cpu").world_size == 2
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(ValueError, match="2 machines cannot find each other: MASTER_PORT must"):
+        make_fabric(nodes=2, accelerator="cpu")
 
 
 def part_done(folder):

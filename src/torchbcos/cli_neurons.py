@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,8 +45,12 @@ def neurons(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("neurons.safetensors"),
     resume: Annotated[bool, typer.Option(help="Continue a run that was interrupted.")] = False,
     device: Device = "cpu",
-    devices: Annotated[int, typer.Option(help="Processes on each machine.", min=1)] = 1,
-    machines: Annotated[int, typer.Option(help="Machines that share the work.", min=1)] = 1,
+    devices: Annotated[
+        int | None, typer.Option(help="Processes on each machine; else 1, or torchrun's.", min=1)
+    ] = None,
+    machines: Annotated[
+        int | None, typer.Option(help="Machines that share the work; else 1, or torchrun's.", min=1)
+    ] = None,
 ) -> None:
     """Record what every unit responds to over a data set; then look at it with `show`."""
     if context.invoked_subcommand is not None:
@@ -154,19 +159,13 @@ def _open(name: str, data: str, split: str, device: str) -> tuple[BcosModel, Spl
     return network, opened, images.to(device)
 
 
-def _fabric(device: str, devices: int, machines: int) -> Any:
+def _fabric(device: str, devices: int | None, machines: int | None) -> Any:
     """A launched Fabric, or None where one process does it all."""
-    if devices * machines == 1:
+    from torchbcos.processes import make_fabric
+
+    if (devices or 1) * (machines or 1) == 1 and "LOCAL_WORLD_SIZE" not in os.environ:
         return None
-    try:
-        import lightning
-    except ImportError as error:
-        raise ValueError(
-            f"`--devices` (={devices}) needs more packages: pip install 'torchbcos[train]'."
-        ) from error
-    fabric = lightning.Fabric(
-        accelerator=device.split(":")[0], devices=devices, num_nodes=machines, strategy="ddp"
-    )
+    fabric = make_fabric(devices=devices, nodes=machines, accelerator=device.split(":")[0])
     fabric.launch()
     return fabric
 

@@ -22,6 +22,7 @@ def make_fabric(
     devices: int | None = None,
     nodes: int | None = None,
     strategy: str = "auto",
+    accelerator: str = "auto",
 ) -> Any:
     """Lightning's Fabric for one device or, with "ddp" or "fsdp", for several.
 
@@ -29,9 +30,12 @@ def make_fabric(
     """
     try:
         import lightning
+        from lightning.fabric.plugins.environments.lightning import LightningEnvironment
         from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
     except ImportError as error:
-        raise ValueError("training needs more packages: pip install 'torchbcos[train]'.") from error
+        raise ValueError(
+            "training, and several devices, need more packages: pip install 'torchbcos[train]'."
+        ) from error
     if strategy not in ("auto", "ddp", "fsdp"):
         raise ValueError(f"`strategy` (={strategy!r}) must be auto, ddp or fsdp.")
     if "LOCAL_WORLD_SIZE" in os.environ:
@@ -45,7 +49,24 @@ def make_fabric(
         how = ModelParallelStrategy(
             _shard, data_parallel_size=devices * nodes, tensor_parallel_size=1
         )
-    return lightning.Fabric(devices=devices, num_nodes=nodes, strategy=how, precision=precision)  # type: ignore[arg-type]
+    fabric = lightning.Fabric(
+        accelerator=accelerator,
+        strategy=how,
+        devices=devices,
+        num_nodes=nodes,
+        precision=precision,  # type: ignore[arg-type]
+    )
+    environment = getattr(fabric.strategy, "cluster_environment", None)
+    if nodes > 1 and isinstance(environment, LightningEnvironment):
+        needed = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+        missing = [name for name in needed if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"{nodes} machines cannot find each other: {', '.join(missing)} must be set on "
+                "each; it is simpler to start the command there with torchrun, as in "
+                "docs/training.md."
+            )
+    return fabric
 
 
 def _shard(model: nn.Module, mesh: Any) -> nn.Module:

@@ -75,7 +75,9 @@ def _class_index(target: Any, count: int, names: Sequence[str] | None) -> int:
             raise ValueError(f"`targets` (={target!r}) must be a class of the model: {known}.")
         return list(names).index(target)
     try:
-        value = operator.index(None if isinstance(target, bool) else target)
+        if isinstance(target, bool):
+            raise TypeError("no class")
+        value = operator.index(target)
     except (TypeError, ValueError) as error:
         raise TypeError(f"`targets` (={target!r}) must be a class index or name.") from error
     check_class(value, count)
