@@ -179,6 +179,12 @@ def test_files_that_are_no_images_are_refused_by_name(client, monkeypatch):
 def test_only_browsers_that_call_it_by_its_name_are_answered(explorer):
     stranger = TestClient(create_app(explorer), base_url="http://evil.example")
     assert stranger.get("/api/model").status_code == 400
+    assert stranger.get("/api/model").json() == {"error": "The page is not served under this name."}
+    for name in ("localhost:8000", "127.0.0.1", "[::1]:8000"):
+        known = TestClient(create_app(explorer), base_url=f"http://{name}")
+        assert known.get("/api/model").status_code == 200
+    broken = TestClient(create_app(explorer), base_url="http://localhost")
+    assert broken.get("/api/model", headers={"host": "[::1"}).status_code == 400
     anyone = TestClient(create_app(explorer, ("*",)), base_url="http://evil.example")
     assert anyone.get("/api/model").status_code == 200
 
@@ -351,6 +357,147 @@ def test_the_page_takes_files_and_says_what_is_wrong_with_them(page, tmp_path):
     page.wait_for_selector("#title:has-text('blue')")
     settle(page)
     assert page.troubles == []
+
+
+def ready(page):
+    page.wait_for_function("document.getElementById('sum').textContent.includes('logit')")
+    page.wait_for_selector("#message", state="hidden")
+    settle(page)
+
+
+def held(page, pattern):
+    """Requests for `pattern`, which wait until the test lets them go on."""
+    routes = []
+    page.route(pattern, lambda route: routes.append(route))
+    return routes
+
+
+def until(page, condition):
+    for _ in range(600):
+        if condition():
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError("it did not come to that")
+
+
+def test_every_position_reads_the_pixel_under_it(page):
+    ready(page)
+    box = page.locator("#map").bounding_box()
+    for x in range(int(box["x"]) + 1, int(box["x"] + box["width"])):
+        page.mouse.move(x, box["y"] + 40)
+        column = int((x - box["x"]) / box["width"] * 48)
+        assert page.inner_text("#pixel").startswith(f"Pixel ({column}, ")
+
+
+def test_a_class_is_compared_with_another_one(page):
+    ready(page)
+    for row in (1, 2, 1, 0, 3):
+        page.locator("#predictions button").nth(row).click()
+        first, second = page.get_attribute("#delta", "src").split("/delta/")[1][:-4].split("/")
+        assert first != second == page.input_value("#other")
+        assert page.locator(f"#other option[value='{first}']").is_disabled()
+
+
+def test_a_class_that_is_chosen_while_an_image_is_read_does_not_stop_it(page):
+    ready(page)
+    waiting = held(page, "**/api/images")
+    page.set_input_files("#file", PHOTOS / "church.jpg")
+    until(page, lambda: waiting)
+    page.locator("#predictions button").nth(1).click()
+    page.wait_for_function("document.getElementById('sum').textContent.includes('logit')")
+    assert "looks at the image" in page.inner_text("#message")
+    waiting[0].continue_()
+    page.wait_for_selector("#imagename:has-text('church.jpg')")
+    ready(page)
+    assert page.troubles == []
+
+
+def test_a_file_that_is_no_image_does_not_stop_the_explanation(page, tmp_path):
+    ready(page)
+    (tmp_path / "notes.txt").write_text("hello")
+    waiting = held(page, "**/contributions")
+    page.locator("#predictions button").nth(1).click()
+    until(page, lambda: waiting)
+    page.set_input_files("#file", tmp_path / "notes.txt")
+    page.wait_for_selector("#message:has-text('notes.txt is no image')")
+    waiting[0].continue_()
+    page.wait_for_function("document.getElementById('sum').textContent.includes('logit')")
+
+
+def test_units_of_another_image_or_place_are_not_shown(page, explorer):
+    ready(page)
+    page.select_option("#layer", LAYER)
+    waiting = held(page, f"**/layers/{LAYER}?*")
+    page.locator("#map").click(position={"x": 10, "y": 10})
+    until(page, lambda: len(waiting) == 1)
+    page.locator("#map").click(position={"x": 90, "y": 90})
+    until(page, lambda: len(waiting) == 2)
+    waiting[1].continue_()
+    page.wait_for_selector("#units figure")
+    left = page.evaluate("document.querySelector('.place').style.left")
+    waiting[0].continue_()
+    page.wait_for_timeout(300)
+    assert page.evaluate("document.querySelector('.place').style.left") == left
+
+    page.locator("#map").click(position={"x": 10, "y": 10})
+    until(page, lambda: len(waiting) == 3)
+    page.locator("#samples button").nth(1).click()
+    page.wait_for_selector("#imagename:has-text('church.jpg')")
+    waiting[2].continue_()
+    ready(page)
+    page.wait_for_timeout(300)
+    assert page.locator("#units figure, .place").count() == 0
+    assert page.troubles == []
+
+
+def test_a_complaint_goes_when_what_was_asked_next_succeeds(page):
+    ready(page)
+    page.route("**/classes/**", lambda route: route.abort())
+    page.locator("#predictions button").nth(1).click()
+    page.wait_for_selector("#message:has-text('The server does not answer')")
+    page.wait_for_function("document.getElementById('sum').textContent === ''")
+    page.unroute("**/classes/**")
+    page.locator("#predictions button").nth(2).click()
+    ready(page)
+
+
+def test_pixels_units_and_classes_by_keyboard(page, explorer):
+    ready(page)
+    page.select_option("#layer", LAYER)
+    page.locator("#map").locator("..").focus()
+    for key in ("ArrowRight", "ArrowDown", "Shift+ArrowLeft"):
+        page.keyboard.press(key)
+    assert page.inner_text("#pixel").startswith("Pixel (15, 25) contributes")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#units figure")
+    page.locator("#predictions button").nth(2).focus()
+    page.keyboard.press("Enter")
+    ready(page)
+    assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
+
+
+@pytest.mark.parametrize("width", [320, 640])
+def test_no_page_is_wider_than_a_phone(page, width, monkeypatch, explorer):
+    name = "a-name-without-any-space-" * 9
+    monkeypatch.setattr(explorer, "name", name)
+    page.set_viewport_size({"width": width, "height": 700})
+    page.reload()
+    page.wait_for_selector(f"#model:has-text('{name}')")
+    ready(page)
+    page.fill("#search", name)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#message:has-text('no class')")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_classes_of_one_name_are_told_apart(page, explorer, monkeypatch):
+    monkeypatch.setattr(explorer.model, "classes", ("crane", " crane ", "crane", "blue"))
+    page.reload()
+    ready(page)
+    page.fill("#search", "crane (2)")
+    page.keyboard.press("Enter")
+    ready(page)
+    assert "/classes/2/" in page.get_attribute("#colour", "src")
 
 
 def test_the_page_without_samples_invites(model):

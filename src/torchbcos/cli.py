@@ -365,7 +365,7 @@ def export(
     )
 
 
-app.command(epilog="Example: torchbcos serve examples/photos --browse")(cli_serve.serve)
+app.command(epilog="Example: torchbcos serve examples/photos/church.jpg --browse")(cli_serve.serve)
 
 
 app.command(epilog="Example: torchbcos bench --device cuda --only training,captured")(

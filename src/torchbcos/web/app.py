@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, File, Request, Response, UploadFile
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.middleware.base import RequestResponseEndpoint
 
 from torchbcos.images import ImageError
 from torchbcos.web.explorer import Explorer, NotThereError
 
 __all__ = ["create_app"]
 
+HERE = ("localhost", "127.0.0.1", "::1")
 LIMIT = 32 * 2**20  # bytes of an image file
 
 
-def create_app(explorer: Explorer, hosts: tuple[str, ...] = ("localhost", "127.0.0.1")) -> FastAPI:
+def create_app(explorer: Explorer, hosts: tuple[str, ...] = HERE) -> FastAPI:
     """`hosts` are the names by which browsers may call it; "*" stands for all."""
     app = FastAPI(title="torchbcos explorer", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
+
+    @app.middleware("http")
+    async def answer_friends(request: Request, answer: RequestResponseEndpoint) -> Response:
+        if "*" in hosts or _name(request) in hosts:
+            return await answer(request)
+        return JSONResponse({"error": "The page is not served under this name."}, 400)
+
     static = Path(str(resources.files("torchbcos.web") / "static"))
     app.mount("/static", StaticFiles(directory=static), name="static")
     for error, code in ((NotThereError, 404), (ImageError, 422)):
@@ -90,6 +99,13 @@ def create_app(explorer: Explorer, hosts: tuple[str, ...] = ("localhost", "127.0
         return _png(explorer.unit_picture(key, layer, unit, row, column))
 
     return app
+
+
+def _name(request: Request) -> str | None:
+    """That by which the browser calls this machine."""
+    with suppress(ValueError):
+        return urlsplit("//" + request.headers.get("host", "")).hostname
+    return None
 
 
 def _png(content: bytes) -> Response:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import uvicorn
 
-from torchbcos.web.app import create_app
+from torchbcos.web.app import HERE, create_app
 from torchbcos.web.explorer import Explorer
 
 __all__ = ["serve"]
@@ -25,7 +25,7 @@ def serve(
     found = listening.getsockname()[1]
     shown = "localhost" if host in EVERYWHERE else host
     address = f"http://[{shown}]:{found}" if ":" in shown else f"http://{shown}:{found}"
-    hosts = ("*",) if host in EVERYWHERE else ("localhost", "127.0.0.1", host)
+    hosts = ("*",) if host in EVERYWHERE else (*HERE, host.lower())
     server = uvicorn.Server(uvicorn.Config(create_app(explorer, hosts), log_level="warning"))
     announce(address)
     if browse:

@@ -1,19 +1,52 @@
 // The explorer's page. Pictures are addresses of the server; numbers come as JSON.
 
 const at = (id) => document.getElementById(id);
-const pictures = ["image", "colour", "map", "delta"].map(at);
+const frames = ["image", "colour", "map", "delta"].map((id) => at(id).parentElement);
 
 let model;
+let names; // one for each class, no two alike
 let shown = null; // {id, name, predictions} of the image
 let chosen = null; // index of the class that is explained
 let values = null; // contributions of its pixels
-let place = null; // [x, y] in 0..1 that units are asked for
-let turn = 0; // grows with every image and class, so that late answers are known as such
+let pointed = null; // [column, row] of the pixel that is read
+let place = null; // [column, row] of the pixel that units are asked for
 
-function say(sentence, busy = false) {
+const working = new Map(); // what is being done, by the task that does it
+let trouble = "";
+
+function tell() {
+  const sentence = trouble || ([...working.values()].at(-1) ?? "");
   at("message").textContent = sentence;
   at("message").hidden = !sentence;
-  at("message").classList.toggle("busy", busy);
+  at("message").classList.toggle("busy", !trouble);
+}
+
+function complain(sentence) {
+  trouble = sentence;
+  tell();
+}
+
+// Work that may be asked for again before it is done: what is late by then shows nothing.
+function task(sentence, work) {
+  let last = 0;
+  const run = async (...given) => {
+    const mine = ++last;
+    const current = () => mine === last;
+    working.set(run, sentence);
+    complain("");
+    try {
+      await work(current, ...given);
+    } catch (error) {
+      if (current()) trouble = error.message;
+    }
+    if (current()) run.cancel();
+  };
+  run.cancel = () => {
+    last += 1;
+    working.delete(run);
+    tell();
+  };
+  return run;
 }
 
 async function ask(address, options) {
@@ -30,16 +63,6 @@ async function ask(address, options) {
 
 const json = async (address, options) => (await ask(address, options)).json();
 
-function attempt(work) {
-  return async (...given) => {
-    try {
-      await work(...given);
-    } catch (error) {
-      say(error.message);
-    }
-  };
-}
-
 function element(kind, content = "", attributes = {}) {
   const made = document.createElement(kind);
   made.textContent = content;
@@ -49,21 +72,22 @@ function element(kind, content = "", attributes = {}) {
 
 // The image.
 
-const open = attempt(async (request) => {
-  const mine = ++turn;
-  say("The network looks at the image …", true);
+const open = task("The network looks at the image …", async (current, request) => {
   const found = await request();
-  if (mine !== turn) return;
-  say("");
+  if (!current()) return;
   shown = found;
-  place = null;
+  chosen = place = null;
   at("waiting").hidden = true;
   at("searching").hidden = false;
   at("shown").hidden = false;
   at("imagename").textContent = found.name;
   show(at("image"), `/api/images/${found.id}.png`);
+  showUnits.cancel();
   at("units").replaceChildren();
-  await explain(found.predictions[0].index, found.predictions[1]?.index ?? 0);
+  document.querySelectorAll(".place").forEach((mark) => mark.remove());
+  const [best, second] = found.predictions;
+  at("other").value = second?.index ?? best.index;
+  explain(best.index);
 });
 
 const openFile = (file) => {
@@ -76,43 +100,55 @@ const openSample = (index) => open(() => json(`/api/samples/${index}`, { method:
 
 // A class.
 
-const explain = attempt(async (index, other = Number(at("other").value)) => {
-  const mine = ++turn;
+const explain = task("The network explains the class …", async (current, index) => {
+  const image = shown;
+  const others = [Number(at("other").value), chosen, ...image.predictions.map((p) => p.index)];
+  at("other").value = others.find((other) => other !== null && other !== index) ?? index;
+  for (const [i, option] of [...at("other").options].entries()) option.disabled = i === index;
   chosen = index;
   values = null;
-  at("other").value = other;
   listPredictions();
-  at("title").textContent = `Why “${model.classes[index]}”?`;
+  readPixel();
+  at("title").textContent = `Why “${names[index]}”?`;
   at("sum").textContent = "…";
-  const base = `/api/images/${shown.id}/classes/${index}`;
+  const base = `/api/images/${image.id}/classes/${index}`;
   showColour();
   show(at("map"), `${base}/map.png`);
   showDelta();
-  const numbers = await json(base);
-  const bytes = await (await ask(`${base}/contributions`)).arrayBuffer();
-  if (mine !== turn) return;
-  values = new Float32Array(bytes);
-  if (!shown.predictions.some((p) => p.index === index)) shown.predictions.push(numbers);
-  listPredictions();
-  at("sum").textContent =
-    `Contributions ${signed(numbers.sum)} and bias ${signed(numbers.bias)} make the logit ` +
-    `${signed(numbers.logit)}, ` +
-    `probability ${percent(numbers.probability)}; W(x) misses the logit by ` +
-    `${Math.abs(numbers.residual).toExponential(1)}.`;
+  try {
+    const numbers = await json(base);
+    const bytes = await (await ask(`${base}/contributions`)).arrayBuffer();
+    if (!current()) return;
+    values = new Float32Array(bytes);
+    if (!image.predictions.some((p) => p.index === index)) image.predictions.push(numbers);
+    listPredictions();
+    readPixel();
+    at("sum").textContent =
+      `Contributions ${signed(numbers.sum)} and bias ${signed(numbers.bias)} make the logit ` +
+      `${signed(numbers.logit)}, ` +
+      `probability ${percent(numbers.probability)}; W(x) misses the logit by ` +
+      `${Math.abs(numbers.residual).toExponential(1)}.`;
+  } catch (error) {
+    if (current()) at("sum").textContent = "";
+    throw error;
+  }
 });
 
 function listPredictions() {
+  const list = at("predictions");
+  const focused = list.contains(document.activeElement);
   const rows = shown.predictions.map((p) => {
     const button = element("button", "", { type: "button", "aria-pressed": p.index === chosen });
     const bar = element("span", "", { class: "bar" });
     bar.append(element("i", "", { style: `width: ${100 * p.probability}%` }));
-    button.append(element("span", p.name), element("span", percent(p.probability)), bar);
+    button.append(element("span", names[p.index]), element("span", percent(p.probability)), bar);
     button.onclick = () => explain(p.index);
     const row = element("li");
     row.append(button);
     return row;
   });
-  at("predictions").replaceChildren(...rows);
+  list.replaceChildren(...rows);
+  if (focused) list.querySelector("[aria-pressed=true]")?.focus();
 }
 
 const signed = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(3)}`;
@@ -124,6 +160,7 @@ function showColour() {
 }
 
 function showDelta() {
+  if (model.classes.length < 2) return;
   show(at("delta"), `/api/images/${shown.id}/delta/${chosen}/${at("other").value}.png`);
 }
 
@@ -131,50 +168,79 @@ function show(image, address) {
   const frame = image.parentElement;
   frame.classList.add("loading");
   image.onload = () => frame.classList.remove("loading");
-  image.onerror = attempt(async () => {
-    await ask(address); // for the sentence that says why
-    throw new Error("A picture could not be shown.");
-  });
+  image.onerror = async () => {
+    const told = await ask(address).then(
+      () => "A picture could not be shown.",
+      (error) => error.message,
+    );
+    if (image.getAttribute("src") === address) complain(told);
+  };
   image.src = address;
 }
 
 // A pixel.
 
-function point(event) {
-  const box = event.currentTarget.getBoundingClientRect();
-  const inside = (share) => Math.min(Math.max(share, 0), 1);
-  return [inside((event.clientX - box.left) / box.width), inside((event.clientY - box.top) / box.height)];
+const inside = (pixel, size) => Math.min(Math.max(pixel, 0), size - 1);
+
+function pixelAt(event) {
+  const box = event.currentTarget.querySelector("img").getBoundingClientRect();
+  const column = Math.floor(((event.clientX - box.left) / box.width) * model.width);
+  const row = Math.floor(((event.clientY - box.top) / box.height) * model.height);
+  return [inside(column, model.width), inside(row, model.height)];
 }
 
-function read(event) {
-  const [x, y] = point(event);
-  for (const image of pictures) {
-    const frame = image.parentElement;
-    const cross = frame.querySelector(".cross") ?? frame.appendChild(element("div", "", { class: "cross" }));
-    cross.style.left = `${100 * x}%`;
-    cross.style.top = `${100 * y}%`;
+function pointAt(pixel) {
+  pointed = pixel;
+  for (const frame of frames) {
+    const cross =
+      frame.querySelector(".cross") ?? frame.appendChild(element("div", "", { class: "cross" }));
+    cross.style.left = `${(100 * (pixel[0] + 0.5)) / model.width}%`;
+    cross.style.top = `${(100 * (pixel[1] + 0.5)) / model.height}%`;
   }
-  if (!values) return;
-  const column = Math.min(Math.floor(x * model.width), model.width - 1);
-  const row = Math.min(Math.floor(y * model.height), model.height - 1);
-  const value = values[row * model.width + column];
+  readPixel();
+}
+
+function readPixel() {
+  if (!pointed) return;
+  const [column, row] = pointed;
+  const value = values?.[row * model.width + column];
   at("pixel").textContent =
-    `Pixel (${column}, ${row}) contributes ${value < 0 ? "−" : "+"}${Math.abs(value).toExponential(2)} ` +
-    `to “${model.classes[chosen]}”.`;
+    value === undefined
+      ? "…"
+      : `Pixel (${column}, ${row}) contributes ${value < 0 ? "−" : "+"}` +
+        `${Math.abs(value).toExponential(2)} to “${names[chosen]}”.`;
 }
 
 function leave() {
+  pointed = null;
   document.querySelectorAll(".cross").forEach((cross) => cross.remove());
   at("pixel").textContent = "Point at a pixel to read its contribution.";
 }
 
+const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+
+function move(event) {
+  const [column, row] = pointed ?? [model.width >> 1, model.height >> 1];
+  if (event.key in ARROWS) {
+    const [x, y] = ARROWS[event.key].map((step) => step * (event.shiftKey ? 10 : 1));
+    pointAt([inside(column + x, model.width), inside(row + y, model.height)]);
+  } else if (event.key === "Enter" || event.key === " ") {
+    pointAt([column, row]);
+    place = pointed;
+    showUnits();
+  } else return;
+  event.preventDefault();
+}
+
 // Units.
 
-const showUnits = attempt(async () => {
+const showUnits = task("The network looks for units …", async (current) => {
   if (!place || !model.layers.length) return;
   const layer = at("layer").value;
   const base = `/api/images/${shown.id}/layers/${encodeURIComponent(layer)}`;
-  const found = await json(`${base}?x=${place[0]}&y=${place[1]}`);
+  const [x, y] = [(place[0] + 0.5) / model.width, (place[1] + 0.5) / model.height];
+  const found = await json(`${base}?x=${x}&y=${y}`);
+  if (!current()) return;
   markPlace(found);
   const tiles = found.units.map(({ unit, value }) => {
     const tile = element("figure");
@@ -189,9 +255,9 @@ const showUnits = attempt(async () => {
 });
 
 function markPlace({ row, column, height, width }) {
-  for (const image of pictures) {
-    const frame = image.parentElement;
-    const mark = frame.querySelector(".place") ?? frame.appendChild(element("div", "", { class: "place" }));
+  for (const frame of frames) {
+    const mark =
+      frame.querySelector(".place") ?? frame.appendChild(element("div", "", { class: "place" }));
     mark.style.left = `${(100 * column) / width}%`;
     mark.style.top = `${(100 * row) / height}%`;
     mark.style.width = `${100 / width}%`;
@@ -201,16 +267,22 @@ function markPlace({ row, column, height, width }) {
 
 // The start.
 
-const start = attempt(async () => {
+const start = task("The page asks for the model …", async () => {
   model = await json("/api/model");
+  const twice = new Set(model.classes.filter((name, i) => model.classes.indexOf(name) !== i));
+  names = model.classes.map((name, i) => (twice.has(name) ? `${name} (${i})` : name));
   const size = `${model.width} × ${model.height} px`;
-  const parameters = `${(model.parameters / 1e6).toFixed(1)} million parameters`;
+  const million = model.parameters >= 1e6;
+  const count = million ? (model.parameters / 1e6).toFixed(1) : Math.ceil(model.parameters / 1e3);
+  const parameters = `${count} ${million ? "million" : "thousand"} parameters`;
   at("model").textContent = `${model.name}: ${model.architecture}, ${parameters}, ${size}`;
-  at("classes").replaceChildren(...model.classes.map((name) => element("option", "", { value: name })));
-  at("other").replaceChildren(...model.classes.map((name, i) => element("option", name, { value: i })));
+  at("classes").replaceChildren(...names.map((name) => element("option", "", { value: name })));
+  at("other").replaceChildren(...names.map((name, i) => element("option", name, { value: i })));
+  at("compared").hidden = names.length < 2;
   at("layer").replaceChildren(...model.layers.map((name) => element("option", name, { value: name })));
   at("layer").selectedIndex = Math.floor((model.layers.length * 3) / 4);
   at("inner").hidden = !model.layers.length;
+  document.body.style.setProperty("--shape", `${model.width} / ${model.height}`);
   const thumbnails = model.samples.map((name, i) => {
     const button = element("button", "", { type: "button", title: name });
     button.append(element("img", "", { src: `/api/samples/${i}.png`, alt: name }));
@@ -234,7 +306,9 @@ document.ondragover = (event) => event.preventDefault();
 document.ondrop = (event) => {
   event.preventDefault();
   at("drop").classList.remove("over");
-  if (event.dataTransfer.files.length) openFile(event.dataTransfer.files[0]);
+  const [file] = event.dataTransfer.files;
+  if (file) openFile(file);
+  else complain("What was dropped is no file: save the image first, and drop the file.");
 };
 document.onpaste = (event) => {
   const [file] = event.clipboardData.files;
@@ -244,21 +318,22 @@ at("style").onchange = () => showColour();
 at("other").onchange = () => showDelta();
 at("layer").onchange = () => showUnits();
 at("search").onchange = (event) => {
-  const index = model.classes.indexOf(event.target.value.trim());
+  const sought = event.target.value.trim();
+  const index = names.findIndex((name) => name.trim() === sought);
   if (index >= 0) {
-    say("");
     explain(index);
     event.target.value = "";
-  } else if (event.target.value) {
-    say(`The model has no class “${event.target.value}”: choose one of the list.`);
+  } else if (sought) {
+    complain(`The model has no class “${sought}”: choose one of the list.`);
   }
 };
-for (const image of pictures) {
-  const frame = image.parentElement;
-  frame.onmousemove = read;
+for (const frame of frames) {
+  frame.onmousemove = (event) => pointAt(pixelAt(event));
   frame.onmouseleave = leave;
+  frame.onblur = leave;
+  frame.onkeydown = move;
   frame.onclick = (event) => {
-    place = point(event);
+    place = pixelAt(event);
     showUnits();
   };
 }
