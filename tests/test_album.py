@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -178,6 +179,13 @@ def test_every_part_of_a_page_is_escaped(field):
     page = Page(build_page(say["title"], say["lead"], [section]))
     assert "i" not in page.tags
     assert "".join(page.text).count(evil) == (2 if field == "title" else 1)
+
+
+def test_each_picture_has_words_of_its_own():
+    picture = np.zeros((2, 2, 3), np.uint8)
+    panels = [Panel("church", picture, "W(x)"), Panel("church", picture), Panel("", picture)]
+    text = build_page("title", "lead", [Section("Scores", [panels])])
+    assert re.findall(r'alt="(.*?)"', text) == ["church, W(x)", "church", "Scores"]
 
 
 def test_a_page_is_utf8_whatever_the_locale(model, folder, monkeypatch):

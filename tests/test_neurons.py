@@ -666,7 +666,7 @@ def stored(page):
 
 
 def test_the_page_holds_every_sheet_and_each_image_once(model, images, found, tmp_path):
-    names = ("<i>", "</script>", *map(str, range(6)))
+    names = ("<i>", "</script>", "{{images}}", *map(str, range(5)))
     hostile = neurons.collect(model, images, tmp_path / "n", top=TOP, classes=names)
     units = [(layer, u) for layer in ("3", "9") for u in range(4)]
     page = neurons.build_page(
@@ -676,7 +676,8 @@ def test_the_page_holds_every_sheet_and_each_image_once(model, images, found, tm
     assert "<i>" not in page
     assert "http" not in page
     assert page.count("<section") == 8
-    assert "{{" not in page
+    assert 'data-words="3 · unit 0 ' in page
+    assert "orange" not in page[: page.index("<section")].split("<body>")[1]  # no second places
     shown = {i for layer, u in units for i in hostile.units(layer).images[u, :3].tolist()}
     for i in shown:
         assert page.count(f"id=image-{i}>") == 1
@@ -687,6 +688,7 @@ def test_the_page_holds_every_sheet_and_each_image_once(model, images, found, tm
         assert len(told["rest"]) == 2
         assert sum(count for _, count, _ in told["bars"]) + told["others"][1] == TOP
         assert told["sprite"].startswith("data:image/webp;base64,")
+    assert list(names) in stored(page)
 
 
 # An artefact, planted and found.

@@ -19,7 +19,7 @@ from PIL import Image
 
 import torchbcos as tb
 from cases import caller
-from torchbcos import render
+from torchbcos import data, neurons, render
 from torchbcos.encoding import encode
 from torchbcos.images import read_image
 from torchbcos.tap import tap
@@ -281,20 +281,25 @@ def address(explorer):
 
 
 @pytest.fixture
-def page(address):
+def browser():
     browser_file = which("chromium") or which("chromium-browser") or which("google-chrome")
     if browser_file is None:
         pytest.skip("no browser: install chromium")
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_file, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1300, "height": 900})
-        page.set_default_timeout(60_000)
-        page.troubles = []
-        page.on("pageerror", lambda error: page.troubles.append(str(error)))
-        page.goto(address)
-        yield page
+        yield browser
         browser.close()
+
+
+@pytest.fixture
+def page(browser, address):
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    page.set_default_timeout(60_000)
+    page.troubles = []
+    page.on("pageerror", lambda error: page.troubles.append(str(error)))
+    page.goto(address)
+    return page
 
 
 def settle(page):
@@ -505,3 +510,20 @@ def test_the_page_without_samples_invites(model):
     client = TestClient(create_app(bare), base_url="http://localhost")
     assert client.get("/api/model").json()["samples"] == []
     assert "Drop an image here" in client.get("/").text
+
+
+def test_sheets_of_units_are_drawn_before_they_are_printed(browser, model, tmp_path):
+    made = data.shapes(12, size=48)
+    images = data.Images((made.images * 255).byte(), made.labels % len(CLASSES))
+    found = neurons.collect(model, images, tmp_path / "n", top=4, layers=["3"])
+    units = [("3", unit) for unit in range(8)]
+    drawn = neurons.sheets(model, images, found, units, first=2, rest=2)
+    (tmp_path / "page.html").write_text(neurons.build_page("8", found, images, drawn), "utf-8")
+    page = browser.new_page(viewport={"width": 800, "height": 400})
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.locator(".sights").count() < 8  # those far below wait
+    page.fill("#find", "unit 7")
+    assert page.inner_text("#count") == "1 unit"
+    page.fill("#find", "")
+    page.pdf()
+    assert page.locator(".sights").count() == 8

@@ -48,7 +48,7 @@ def build_page(title: str, lead: str, sections: Sequence[Section]) -> str:
 
 def _section(section: Section) -> str:
     groups = "\n".join(
-        "<div class=panels>" + "".join(_panel(p) for p in group) + "</div>"
+        "<div class=panels>" + "".join(_panel(p, section.title) for p in group) + "</div>"
         for group in section.groups
     )
     table = ""
@@ -59,16 +59,18 @@ def _section(section: Section) -> str:
             for row in section.rows
         )
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+        table = f"<div class=table>{table}</div>"
     title = html.escape(section.title)
     return f"<section><h2>{title}</h2><div class=panels>{groups}</div>{table}</section>"
 
 
-def _panel(panel: Panel) -> str:
+def _panel(panel: Panel, place: str) -> str:
     data = base64.b64encode(png(panel.picture)).decode()
     title, caption = html.escape(panel.title), html.escape(panel.caption)
+    seen = ", ".join(filter(None, (title, caption))) or html.escape(place)
     return (
         f"<figure{' class=wide' if panel.wide else ''}><div class=title>{title}</div>"
-        f'<img alt="{title}" src="data:image/png;base64,{data}">'
+        f'<img alt="{seen}" src="data:image/png;base64,{data}">'
         f"<figcaption>{caption}</figcaption></figure>"
     )
 
@@ -99,10 +101,13 @@ figure.wide, figure.wide img {{ width: auto; max-width: 100%; border: 0;
 .title {{ font-weight: 600; font-size: .88rem; margin-bottom: .35rem; white-space: nowrap;
   overflow: hidden; text-overflow: ellipsis; }}
 figcaption {{ color: var(--soft); font-size: .8rem; margin-top: .3rem; }}
+.table {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; margin-top: 1.1rem; font-variant-numeric: tabular-nums; }}
-th, td {{ text-align: right; padding: .28rem .9rem; border-bottom: 1px solid var(--line); }}
+th, td {{ text-align: right; white-space: nowrap; padding: .28rem .9rem;
+  border-bottom: 1px solid var(--line); }}
 th {{ color: var(--soft); font-weight: 500; font-size: .82rem; }}
-th:first-child, td:first-child {{ text-align: left; padding-left: 0; }}
+th:first-child, td:first-child {{ text-align: left; padding-left: 0;
+  white-space: normal; overflow-wrap: anywhere; min-width: 7rem; }}
 </style>
 </head>
 <body>

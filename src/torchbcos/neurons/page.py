@@ -11,6 +11,7 @@ import base64
 import html
 import io
 import json
+import re
 from collections.abc import Iterable
 from importlib import resources
 from typing import Any
@@ -36,15 +37,18 @@ def build_page(title: str, neurons: Neurons, images: ImageSet, sheets: Iterable[
     """The page's text, with every picture inside and no link."""
     units: list[str] = []
     shown: set[int] = set()
+    second = ""
     for sheet in sheets:
         units.append(_section(sheet, neurons))
         shown.update(sight.image for sight in sheet.first)
+        if any(sight is not None for sight in sheet.second):
+            second = ", orange ones its highest place outside of those"
     pictures = [_stored(f"image-{i}", _image(images, i)) for i in sorted(shown)]
     page = (resources.files("torchbcos.neurons") / "sheets.html").read_text(encoding="utf-8")
     lead = (
         f"Each unit with those of {neurons.count} images that excite it most. Blue squares mark "
-        "where it is highest, orange ones its highest place outside of those; the pictures below "
-        "are its row of W(x) there, in colour, then those of the next images."
+        f"where it is highest{second}; the pictures below are its row of W(x) there, in colour, "
+        "then those of the next images."
     )
     values = {
         "title": html.escape(title),
@@ -53,9 +57,7 @@ def build_page(title: str, neurons: Neurons, images: ImageSet, sheets: Iterable[
         "units": "\n".join(units),
         "images": "\n".join(pictures),
     }
-    for name, value in values.items():
-        page = page.replace("{{" + name + "}}", value)
-    return page
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], page)
 
 
 def _section(sheet: Sheet, neurons: Neurons) -> str:
@@ -107,7 +109,7 @@ def _section(sheet: Sheet, neurons: Neurons) -> str:
     names = " ".join(neurons.classes[int(k)] for k in order[:3])
     return (
         f'<section class=unit data-highest="{highest:.6g}" data-bits="{bits:.6g}" '
-        f'data-words="{html.escape(f"{layer} {unit} {names}".lower())}">'
+        f'data-words="{html.escape(f"{layer} · unit {unit} {names}".lower())}">'
         f"<h2>{html.escape(layer)} · unit {unit}</h2>{_stored('', document)}</section>"
     )
 
