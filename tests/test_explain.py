@@ -608,6 +608,21 @@ def test_large_images_come_in_small_chunks_but_share_statistics_in_training(size
     assert calls == sizes
 
 
+def test_a_batch_in_training_is_explained_as_one():
+    """In parts its images would be divided by other statistics than in a step of training."""
+    model = converted().train()
+    images = pictures(40) * torch.linspace(0.1, 1, 40)[:, None, None, None]
+    with torch.no_grad():
+        logits = model(images)
+    e = tb.explain(model, images, "all")
+    torch.testing.assert_close(e.outputs, logits)
+    assert (tb.explain(model, images, "all", chunk=20).outputs - logits).abs().max() > 1e-3
+    network = torch.nn.Sequential(tb.BcosConv2d(6, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    calls = Calls(network[0])
+    tb.explain(network.train(), pictures(40, channels=6).float(), 0)
+    assert calls.sizes == [32, 8]  # without such norms images are independent in training, too
+
+
 @pytest.mark.parametrize("make", [converted, bare])
 def test_nothing_after_the_layer_is_computed(make):
     model = make()

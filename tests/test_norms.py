@@ -397,3 +397,17 @@ def test_unknown_keywords_fail():
     for case in CASES:
         with pytest.raises(TypeError, match="centred"):
             case.make(centred=True)
+
+
+@pytest.mark.parametrize("make", [norms.UncentredBatchNorm2d, torch.nn.BatchNorm2d])
+def test_a_batch_of_no_images_leaves_the_statistics(make):
+    norm = make(3)
+    assert norm(torch.zeros(0, 3, 4, 4)).shape == (0, 3, 4, 4)
+    assert torch.equal(norm.running_var, torch.ones(3))
+
+
+@pytest.mark.parametrize("make", [norms.UncentredBatchNorm1d, torch.nn.BatchNorm1d])
+def test_one_value_has_no_variance(make):
+    with pytest.raises(ValueError, match=r"value.* channel"):
+        make(3)(torch.full((1, 3), 5.0))
+    assert make(3).eval()(torch.full((1, 3), 5.0)).isfinite().all()

@@ -53,7 +53,8 @@ def explain(
     each image its own; or "all". `layer` is a submodule's name in the network, `unit` a channel
     (explained where it is strongest), (channel, y, x), a function from the activation, [N, C, H, W]
     or as the layer has it, to one value per image [N], or a list of these. At most `chunk` images
-    are in memory at once, by default 8 of 224 pixels, or 256 on a GPU.
+    are in memory at once, by default 8 of 224 pixels, or 256 on a GPU; all of them where norms in
+    training take a batch's own statistics, which are a chunk's if it is given.
     The model and the images are left as they were.
 
     With `create_graph` the explanation is differentiable, by the weights and by the images, and can
@@ -73,10 +74,11 @@ def explain(
     elif not isinstance(images, Tensor) or images.dim() != 4:
         shape = tuple(getattr(images, "shape", ()))
         raise ValueError(f"`images` (shape {shape}) must be a tensor [N, C, H, W].")
-    if chunk is None:
+    if chunk is None and any(map(_mixes_images, model.modules())):
+        chunk = max(1, len(images))  # in parts they would be divided by other statistics
+    elif chunk is None:
         chunk, pixels = CHUNK.get(images.device.type, CHUNK["cpu"])
-        if not _looks_at_batch(model):  # then images in a chunk are not independent
-            chunk = max(1, min(chunk, pixels // max(1, images.shape[2:].numel())))
+        chunk = max(1, min(chunk, pixels // max(1, images.shape[2:].numel())))
     if not isinstance(chunk, SupportsIndex) or chunk < 1:
         raise ValueError(f"`chunk` (={chunk!r}) must be a whole number, of at least 1 image.")
     chunk = operator.index(chunk)
@@ -132,6 +134,14 @@ def _looks_at_batch(model: nn.Module) -> bool:
         or (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_var is None)
         for module in model.modules()
     )
+
+
+def _mixes_images(module: nn.Module) -> bool:
+    """Whether what it makes of an image may depend on the others of the batch."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return module.training or module.running_var is None
+    known = type(module).__module__.startswith(("torch.", "torchbcos."))
+    return module.training and not known
 
 
 def _warn_of_factor(network: nn.Module, layer: str) -> None:

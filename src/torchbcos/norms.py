@@ -110,6 +110,13 @@ class _UncentredBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
+        if input.numel() == 0:
+            return input.clone()
+        if (self.training or self.running_var is None) and input.numel() == self.num_features:
+            raise ValueError(
+                f"`input` (shape {tuple(input.shape)}) has one value in each channel, of which "
+                "there is no variance: give more images, or call eval() first."
+            )
         if in_explanation_mode():
             return self._plainly(input)[0]
         given = None if self.training else self.running_var
