@@ -353,3 +353,22 @@ def test_signal_of_black_layers_is_zero():
     signal = tb.signal(model, images())
     assert signal.layers[0].norm == signal.layers[0].output == signal.logits == 0.0
     assert "nan" not in str(signal)
+
+
+def with_torchs_norm():
+    # fmt: off
+    network = torch.nn.Sequential(tb.BcosConv2d(6, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Dropout(),
+                                  torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(),
+                                  tb.BcosLinear(8, 3))
+    # fmt: on
+    return tb.BcosModel(network, num_classes=3)
+
+
+@pytest.mark.parametrize("look", [tb.signal, tb.calibrate])
+def test_statistics_and_random_numbers_stay(look):
+    model, images = with_torchs_norm(), torch.rand(4, 3, 16, 16)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    state = torch.get_rng_state()
+    look(model, images)
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1074,3 +1074,11 @@ def test_one_hot_targets_are_no_class_indices(kind):
 def test_booleans_are_no_class_indices(targets):
     with pytest.raises(TypeError, match=r"\(=(True|False)\) must be a class index or name"):
         tb.explain(converted(), pictures(channels=3), targets)
+
+
+def test_the_first_explanation_of_a_model_without_scales_warns():
+    model = tb.create_model("mini", num_classes=4, input_size=32).eval()
+    with pytest.warns(UserWarning, match="signals fade"):
+        tb.explain(model, torch.rand(1, 3, 32, 32))
+    tb.explain(model, torch.rand(1, 3, 32, 32))
+    model(torch.rand(1, 3, 32, 32))

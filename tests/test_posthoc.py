@@ -589,3 +589,14 @@ def test_maps_have_the_type_of_the_model(bcos, images, name):
     options = {"samples": 2} if name == "smoothgrad" else FEW.get(name, {})
     maps = posthoc.METHODS[name](bcos.double(), images, TARGETS, **options)
     assert maps.dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", ["grad", "gradcam", "rise"])
+def test_a_model_in_training_keeps_its_statistics(name):
+    model = tb.create_model("mini", num_classes=4, input_size=32, norm="uncentred")
+    tb.calibrate(model, torch.rand(8, 3, 32, 32))
+    before = {key: b.clone() for key, b in model.train().named_buffers()}
+    posthoc.METHODS[name](model, torch.rand(2, 3, 32, 32), targets=[1])
+    getattr(posthoc, name)(model, torch.rand(2, 3, 32, 32), targets=[1])
+    assert model.training
+    assert all(torch.equal(b, before[key]) for key, b in model.named_buffers())

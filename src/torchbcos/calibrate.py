@@ -26,6 +26,7 @@ from torchbcos.encoding import check_images, check_values
 from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosLayer
 from torchbcos.models import BcosModel, in_mode, refuse_conventional
+from torchbcos.undisturbed import undisturbed
 from torchbcos.wrappers import bcos_within
 
 __all__ = ["LayerSignal", "Signal", "calibrate", "signal"]
@@ -190,5 +191,7 @@ def _watching(
 @contextmanager
 def _as_in_training(model: BcosModel) -> Iterator[None]:
     """Batch statistics and auxiliary classifiers as in training; nothing is tracked or changed."""
-    with in_mode(model, training=True), torch.no_grad(), explanation_mode():
-        yield
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with in_mode(model, training=True), undisturbed(model, device):
+        with torch.no_grad(), explanation_mode():
+            yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from typing import Any, SupportsIndex
 
@@ -25,6 +25,7 @@ from torchbcos.layout import tap_with_axis
 from torchbcos.models import BcosModel, refuse_conventional
 from torchbcos.tap import node_of, tap
 from torchbcos.targets import Targets, resolve_targets, targets_of_chunk
+from torchbcos.undisturbed import generators_as_before, looks_at_batch, undisturbed
 from torchbcos.wrappers import check_together, unwrapped
 
 __all__ = ["Explanation", "Targets", "Unit", "explain"]
@@ -127,15 +128,6 @@ def _network_of(model: nn.Module) -> nn.Module:
     return model.network if isinstance(model, BcosModel) else model
 
 
-def _looks_at_batch(model: nn.Module) -> bool:
-    """Whether any part of it is in training, or a norm has no statistics but a batch's own."""
-    return any(
-        (module.training and type(module) is not nn.Module)  # torch.fx's folders always are
-        or (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_var is None)
-        for module in model.modules()
-    )
-
-
 def _mixes_images(module: nn.Module) -> bool:
     """Whether what it makes of an image may depend on the others of the batch."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -166,11 +158,11 @@ def _explain_chunk(
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_nothing_drawn_or_tracked(model, images.device))
+        stack.enter_context(undisturbed(model, images.device))
         given = network_input(model, images if create_graph else images.detach())
         x = given.detach().requires_grad_()
         if create_graph:
-            with _generators_as_before(images.device), record_factors() as tape:
+            with generators_as_before(images.device), record_factors() as tape:
                 full = tap(network, layer, given) if layer is not None else logits_of(model, given)
             offsets = stack.enter_context(replay_factors(tape))
         else:
@@ -209,7 +201,7 @@ def _explain_chunk(
         positions=positions,
         classes=getattr(model, "classes", None),
         layer=layer,
-        statistics="batch" if _looks_at_batch(model) else "running",
+        statistics="batch" if looks_at_batch(model) else "running",
     )
 
 
@@ -240,6 +232,7 @@ def rows_and_bias(
 def network_input(model: nn.Module, images: Tensor) -> Tensor:
     """What W(x) multiplies: the encoded images, or for a bare network the images as they are."""
     if isinstance(model, BcosModel):
+        model.warn_of_scales()
         return model.encoded(images)
     return images.to(next((p.dtype for p in model.parameters()), images.dtype), copy=True)
 
@@ -327,28 +320,3 @@ def _unit_index(
     if len(parts) == 1:
         return parts[0], None, None
     return parts[0], parts[1], parts[2]
-
-
-def _generators_as_before(device: torch.device) -> AbstractContextManager[None]:
-    """What is drawn within is drawn again afterwards."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
-
-
-@contextmanager
-def _nothing_drawn_or_tracked(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Random numbers and buffers as before, for a network in training of layers that are not ours.
-
-    Dropout draws numbers and torch's own norms keep statistics.
-    """
-    if not _looks_at_batch(model):
-        yield
-        return
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    try:
-        with _generators_as_before(device):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)

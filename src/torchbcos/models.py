@@ -84,7 +84,7 @@ class BcosModel(nn.Module):
         self.temperature = 1.0
         self.logit_bias = default_logit_bias(self.num_classes)
         self.scaling = "none"
-        self._values_checked = False
+        self._values_checked = self._has_warned = False
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
         """[N, C, H, W] in 0..1 → [N, K]; in training a tuple with the auxiliary logits, if any."""
@@ -117,13 +117,17 @@ class BcosModel(nn.Module):
         if not (images.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(images)):
             check_values(images)
             self._values_checked = True
-            if self.scaling == "none":
-                warnings.warn(
-                    "this model's γ and temperature are all 1, with which signals fade from layer "
-                    "to layer: call torchbcos.calibrate(model, images), or create it with "
-                    "preset='paper'.",
-                    stacklevel=3,
-                )
+            self.warn_of_scales()
+
+    def warn_of_scales(self) -> None:
+        """Once, of a model that was neither calibrated nor given a preset."""
+        if self.scaling == "none" and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "this model's γ and temperature are all 1, with which signals fade from layer to "
+                "layer: call torchbcos.calibrate(model, images), or create it with preset='paper'.",
+                stacklevel=3,
+            )
 
     def bcos_layers(self) -> Iterator[tuple[str, BcosLayer]]:
         """The B-cos layers of the network with their names, in the order they were defined."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torchbcos.baseline import to_explain
 from torchbcos.models import BcosModel
 from torchbcos.targets import Targets
+from torchbcos.undisturbed import buffers_as_before
 
 __all__ = ["METHODS", "Method", "choose_methods", "register"]
 
@@ -79,8 +81,14 @@ def register(
     def add(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if name in METHODS:
             raise ValueError(f"`name` (={name!r}) is taken by another method: choose another.")
-        METHODS[name] = Method(name, function, label or name, perturbs, inherent, twin, needs)
-        return function
+
+        @wraps(function)
+        def compute(model: nn.Module, *arguments: Any, **options: Any) -> Tensor:
+            with buffers_as_before(model):
+                return function(model, *arguments, **options)
+
+        METHODS[name] = Method(name, compute, label or name, perturbs, inherent, twin, needs)
+        return compute
 
     return add
 
