@@ -357,9 +357,8 @@ def test_signal_of_black_layers_is_zero():
 
 def with_torchs_norm():
     # fmt: off
-    network = torch.nn.Sequential(tb.BcosConv2d(6, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Dropout(),
-                                  torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(),
-                                  tb.BcosLinear(8, 3))
+    network = nn.Sequential(tb.BcosConv2d(6, 8, 3), nn.BatchNorm2d(8), nn.Dropout(),
+                            nn.AdaptiveAvgPool2d(1), nn.Flatten(), tb.BcosLinear(8, 3))
     # fmt: on
     return tb.BcosModel(network, num_classes=3)
 

@@ -192,6 +192,6 @@ def _watching(
 def _as_in_training(model: BcosModel) -> Iterator[None]:
     """Batch statistics and auxiliary classifiers as in training; nothing is tracked or changed."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with in_mode(model, training=True), undisturbed(model, device):
-        with torch.no_grad(), explanation_mode():
-            yield
+    as_it_is = undisturbed(model, device)
+    with in_mode(model, training=True), as_it_is, torch.no_grad(), explanation_mode():
+        yield
