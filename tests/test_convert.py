@@ -396,7 +396,66 @@ def test_batch_norms_of_other_dimensions(dims):
 
 def test_a_norm_without_a_dynamic_linear_twin_is_removed_all_the_same():
     model = convert(Net(lambda net, x: net.part(x), part=nn.LocalResponseNorm(3)), norm="uncentred")
-    assert became(model, "part") == ["removed"]
+    assert became(model, "part") == ["removed: it has no uncentred form"]
+
+
+FUNCTIONAL_NORMS = {
+    "UncentredBatchNorm2d": lambda net, x: F.batch_norm(x, *net.statistics, training=net.training),
+    "UncentredGroupNorm": lambda net, x: F.group_norm(x, 4, net.p, net.p),
+    "UncentredLayerNorm": lambda net, x: F.layer_norm(x.mT, (SIZE,), eps=1e-3).mT,
+    "RMSNorm": lambda net, x: F.rms_norm(x, (SIZE,)),
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONAL_NORMS)
+def test_functional_norms_are_kept_like_modules(kind):
+    class Normalised(Net):
+        statistics = torch.zeros(WIDTH), torch.ones(WIDTH)
+
+        def __init__(self):
+            super().__init__(FUNCTIONAL_NORMS[kind])
+            self.p = nn.Parameter(random(WIDTH))
+
+    model = convert(Normalised(), norm="uncentred")
+    (norm,) = [m for m in model.network.modules() if type(m).__name__ == kind]
+    assert getattr(norm, "bias", None) is None
+    assert (norm.weight is not None) == (kind == "UncentredGroupNorm")
+    assert_complete(model)
+    plain = convert(Normalised())
+    assert "Norm" not in str(plain.network)
+
+
+class LayerNorm2d(nn.Module):
+    """As many networks have one of their own."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x):
+        x = x - x.mean(1, keepdim=True)
+        x = x / (x.square().mean(1, keepdim=True) + 1e-6).sqrt()
+        return x * self.weight[:, None, None] + self.bias[:, None, None]
+
+
+def test_a_norm_of_the_networks_own_code_is_kept_by_its_name():
+    model = convert(Net(lambda net, x: net.part(x), part=LayerNorm2d(WIDTH)), norm="uncentred")
+    assert became(model, "part") == ["UncentredPositionNorm"]
+    assert model.network.part.weight.shape == (WIDTH,)
+    assert_complete(model)
+
+
+def test_layers_that_shared_a_weight_share_that_of_their_twins(tmp_path):
+    first, second = conv1x1(), conv1x1()
+    second.weight = first.weight
+    model = convert(Net(lambda net, x: net.second(net.first(x)), first=first, second=second))
+    assert model.network.first.weight is model.network.second.weight
+    tb.save(model, tmp_path / "m.safetensors")
+    again = Net(lambda net, x: net.second(net.first(x)), first=first, second=second)
+    loaded = tb.load(tmp_path / "m.safetensors", module=again)
+    assert loaded.network.first.weight is loaded.network.second.weight
+    assert torch.equal(loaded(images().float()), model.eval()(images().float()))
 
 
 # Pools.

@@ -661,3 +661,105 @@ def test_a_map_flattened_by_its_size_is_a_flattened_map(flat):
         lambda net, x: net.last(flat(net.stem(x))), last=nn.Linear(WIDTH * SIZE * SIZE, 5)
     )
     assert isinstance(convert(module).network.last, tb.BcosConv2d)
+
+
+# Layers and pools along the images, types, colours that are taken apart.
+
+
+def along_images(operation):
+    """`operation` on [1, C, N], and back."""
+    return lambda net, x: operation(net, x.mean((2, 3)).t()[None])[0].t()[:, :, None, None]
+
+
+MIXING = {
+    "layer": along_images(lambda net, h: net.part(h)),
+    "average": along_images(lambda net, h: F.avg_pool1d(h, 3, 1, 1)),
+    "largest": along_images(lambda net, h: F.max_pool1d(h, 3, 1, 1)),
+    "padding": along_images(lambda net, h: F.pad(h, (1, 1), mode="circular")[..., 2:]),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_layers_and_pools_along_the_images_are_refused(name):
+    part = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+    with pytest.raises(ValueError, match="combines images"):
+        convert(Net(MIXING[name], part=part))
+
+
+def test_a_linear_layer_of_tokens_before_images_is_no_mixture():
+    def tokens_first(net, x):
+        return net.part(x.flatten(2).permute(2, 0, 1)).permute(1, 2, 0).unflatten(2, (SIZE, SIZE))
+
+    assert_complete(convert(Net(tokens_first, part=nn.Linear(WIDTH, WIDTH))))
+
+
+def test_rounding_to_whole_numbers_is_no_linear_map():
+    with pytest.raises(ValueError, match="because of `to`"):
+        convert(Net(lambda net, x: x.to(torch.int32).to(x.dtype)))
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda net, x: net.part(x.mean(1, keepdim=True)),
+        lambda net, x: torch.cat([net.part(c) for c in x.chunk(3, 1)], 1),
+        lambda net, x: net.part(x.amax(1, keepdim=True)),
+    ],
+)
+def test_channels_of_the_image_that_are_taken_apart_are_refused(take):
+    with pytest.raises(
+        ValueError, match=r"takes the channels of the image apart .* \[r, g, b, 1-r"
+    ):
+        convert(Whole(take, part=nn.Conv2d(1, 4, 3)))
+
+
+def test_groups_of_the_first_layer_have_both_channels_of_a_colour():
+    model = convert(Whole(lambda net, x: net.part(x), part=nn.Conv2d(3, 6, 3, groups=3))).float()
+    x = images().float()
+    other = x.clone()
+    other[:, 1] = 1 - other[:, 1]
+    same = (model(x) == model(other)).all(0).flatten(1).all(1)
+    assert same.tolist() == [True, True, False, False, True, True]
+    weights = model.network.part.weight
+    assert weights.shape[1] == 2
+    with torch.no_grad():  # they see g and 1 - g, and no other
+        out = tb.encoding.encode(x)[:, [1, 4]]
+        rows = tb.functional.bcos_conv2d(out, weights[4:8], b=2.0, max_out=2)
+    torch.testing.assert_close(model.network(tb.encoding.encode(x))[:, 2:4], rows)
+
+
+def asks(question):
+    def forward(net, x):
+        if x.shape[2] < 1 or question(x):
+            x = x * 2
+        return x
+
+    return convert(Net(forward)).float().eval()
+
+
+def test_where_and_how_it_is_computed_is_no_reason_to_compute_otherwise():
+    for question in (
+        lambda x: x.requires_grad, lambda x: x.is_cuda, lambda x: not x.is_contiguous(),
+        lambda x: x.device.type == "meta",
+    ):  # fmt: skip
+        model = asks(question)
+        expected = model(images().float())
+        last = images().float().contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(model(last), expected)
+        expected.sum().backward()
+
+
+def test_a_type_for_which_the_code_does_otherwise_is_named():
+    model = asks(lambda x: x.dtype == torch.bfloat16)
+    model(images().float())
+    with pytest.raises(ValueError, match=r"inputs of another dtype, .* it runs differently"):
+        model.bfloat16()(images().bfloat16())
+
+
+def test_outputs_are_counted_where_code_cannot_be_traced():
+    def by_length(net, x):
+        return x.reshape(len(x), WIDTH, -1).mean(-1)[:, :, None, None]
+
+    model = convert(Net(by_length))
+    assert "without tracing" in model.report.note
+    assert (model.num_classes, model.logit_bias) == (5, -math.log(4))

@@ -67,13 +67,14 @@ def convert_network(
     options = Options(b, max_out, norm)
     likely = likely_channels(module)
     try:
-        network: nn.Module
+        network: Any
         network, channels, used_size, report = _traced(module, options, head, likely, size)
+        outputs = _outputs(network)
     except TraceError as error:
         check_weights(module)
         channels, used_size = likely[0], as_pair(224 if size is None else size)
         try:
-            network, report = replace_modules(module, options, channels, used_size)
+            network, report, outputs = replace_modules(module, options, channels, used_size)
         except Exception as failure:  # the module's own code may fail in any way
             raise ValueError(
                 f"{type(module).__name__} cannot be converted: its code cannot be traced "
@@ -92,7 +93,7 @@ def convert_network(
             f"{'; '.join(report.breaks)}: replace that operation, or pass strict=False to keep it "
             "and have `residual` say by how much W(x)·x misses."
         )
-    return Conversion(network, report, channels, used_size, _outputs(network))
+    return Conversion(network, report, channels, used_size, outputs)
 
 
 def convert_lazily(build: Callable[[], nn.Module], options: dict[str, Any]) -> Conversion:
@@ -102,7 +103,9 @@ def convert_lazily(build: Callable[[], nn.Module], options: dict[str, Any]) -> C
             conversion = convert_network(build(), **options)
     except (NotImplementedError, RuntimeError):  # its constructor computes with tensors
         return convert_network(build(), **options)
-    if not all(_remakes_itself(m) for m in conversion.network.modules()):
+    graph = getattr(conversion.network, "graph", None)
+    went_by_device = graph is not None and is_followed(graph)  # it may ask whether that is "meta"
+    if went_by_device or not all(map(_remakes_itself, conversion.network.modules())):
         return convert_network(build(), **options)
     conversion.network.to_empty(device=torch.get_default_device())
     for module in conversion.network.modules():
@@ -154,10 +157,8 @@ def _traced(
     raise failure
 
 
-def _outputs(network: nn.Module) -> int | None:
+def _outputs(network: fx.GraphModule) -> int | None:
     """K, where the network's graph ends in logits [N, K]."""
-    if not isinstance(network, fx.GraphModule):
-        return None
     end: Any = next(n for n in network.graph.nodes if n.op == "output").args[0]
     first = end[0] if isinstance(end, tuple | list) else end
     shape: tuple[int, ...] = first.meta.get("shape", ()) if isinstance(first, fx.Node) else ()
@@ -194,9 +195,9 @@ def _by_graph(
     if more:
         return _by_graph(module, options, head, channels, used_size, image, prefix, unwanted | more)
     if head == "conv":
-        moved = {prefix + name for name in move_heads(gm)}
+        moved = {prefix + n: type(gm.get_submodule(n)).__name__ for n in move_heads(gm)}
         rewriter.changes = [
-            replace(c, became="BcosConv2d, before the pool") if c.place in moved else c
+            replace(c, became=f"{moved[c.place]}, before the pool") if c.place in moved else c
             for c in rewriter.changes
         ]
     gm.graph.lint()

@@ -105,6 +105,7 @@ def assignment(r: Rewriter, node: fx.Node, _: Any) -> Value:
 def along_dimensions(r: Rewriter, node: fx.Node, _: Any) -> Value:
     """Means, rolls, pieces and the like: linear, but images must not mix."""
     name = name_of(node)
+    x = node.args[0]
     at = 2 if name in ("roll", "chunk", "split", "tensorsplit") else 1
     named = [node.kwargs[n] for n in ("dim", "dims", "axis") if n in node.kwargs]
     given: Any = node.args[at] if len(node.args) > at else named[0] if named else None
@@ -113,9 +114,23 @@ def along_dimensions(r: Rewriter, node: fx.Node, _: Any) -> Value:
     if given is None and name in ("chunk", "split", "tensorsplit", "unbind"):
         given = 0
     dims = [given] if isinstance(given, int) else given
-    if dims is None or (not isinstance(dims, fx.Node) and r.are_images(node.args[0], dims)):
+    if dims is None or (not isinstance(dims, fx.Node) and r.are_images(x, dims)):
         return r.as_factor(node)
+    if r.value(x).raw and not isinstance(dims, fx.Node) and name not in ("roll", "flip"):
+        _refuse_colours(r, node, dims)
     return r.keep(node)
+
+
+def _refuse_colours(r: Rewriter, node: fx.Node, dims: Iterable[Any]) -> None:
+    """The encoding has each colour twice, so that parts and sums of channels mean other things."""
+    x: Any = node.args[0]
+    count = len(x.meta.get("shape", ()))
+    if any(isinstance(d, int) and d % max(count, 1) == count - 3 for d in dims):
+        raise ValueError(
+            f"{r.gm._get_name()} cannot be converted: `{name_of(node)}` at {r.place(node)} takes "
+            "the channels of the image apart or together, and the encoded image has other ones, "
+            "[r, g, b, 1-r, 1-g, 1-b]: let a layer of its own do that."
+        )
 
 
 def selection(r: Rewriter, node: fx.Node, _: Any) -> Value:
@@ -131,6 +146,8 @@ def selection(r: Rewriter, node: fx.Node, _: Any) -> Value:
         dims = [given] if isinstance(given, int) else given
         if isinstance(dims, fx.Node) or not dims or r.are_images(x, dims):
             return r.as_factor(node)
+        if r.value(x).raw:
+            _refuse_colours(r, node, dims)
     if kinds != {Kind.SIGNAL}:
         return r.as_factor(node)
     r.note(node, "kept")

@@ -33,8 +33,11 @@ TOLERANCE = 1e-9  # of the output's scale, in float64
 
 def replace_modules(
     module: nn.Module, options: Options, channels: int, size: tuple[int, int]
-) -> tuple[nn.Module, Report]:
-    """The B-cos twin of each submodule put in its place; functions in the code stay as they are."""
+) -> tuple[nn.Module, Report, int | None]:
+    """The B-cos twin of each submodule put in its place; functions in the code stay as they are.
+
+    Also how many logits there are, where the output is [N, K].
+    """
     check_weights(module)
     network = copy.deepcopy(module)
     changes: list[Change] = []
@@ -56,12 +59,13 @@ def replace_modules(
         setattr(network.get_submodule(parent), child, new)
         became = "removed" if isinstance(new, nn.Identity | nn.Dropout) else type(new).__name__
         changes.append(Change(name, type(old).__name__, became))
-    error = completeness_error(network, channels, size)
+    error, outputs = _measured(network, channels, size)
     breaks: tuple[str, ...] = ()
     if not error <= TOLERANCE:
         breaks = (f"something in its code: W(x)·x + bias misses the output by {error:.1e}",)
     note = f"Modules replaced without tracing; completeness measured: {error:.1e} of the output."
-    return network, Report(type(module).__name__, tuple(changes), breaks, note)
+    report = Report(type(module).__name__, tuple(changes), breaks, note)
+    return network, report, outputs
 
 
 def _twin(old: nn.Module, widen: int, options: Options) -> nn.Module | None:
@@ -115,6 +119,10 @@ def completeness_error(network: nn.Module, channels: int, size: tuple[int, int])
     Each of three images is to have its own, so that none is missed that mixes them. Parameters
     other than B-cos weights are drawn anew: many begin at 0, where they hide what they do.
     """
+    return _measured(network, channels, size)[0]
+
+
+def _measured(network: nn.Module, channels: int, size: tuple[int, int]) -> tuple[float, int | None]:
     network = copy.deepcopy(network).double().eval()
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.rand, generator=generator, dtype=torch.float64, device="cpu")
@@ -128,14 +136,16 @@ def completeness_error(network: nn.Module, channels: int, size: tuple[int, int])
     _set_scales(network, x)
     with torch.enable_grad(), collect_offsets() as offsets:
         out = network(x)
-        out = (out if isinstance(out, Tensor) else out[0]).flatten(1)
+        out = out if isinstance(out, Tensor) else out[0]
+        outputs = out.shape[1] if out.dim() == 2 else None
+        out = out.flatten(1)
         mixed = out * (2 * draw(out.shape) - 1).to(where)
         parts = [x, *offsets]
         grads = torch.autograd.grad(mixed.sum(), parts, allow_unused=True)
     if any(len(v) % 3 for v in parts):
-        return math.inf  # an offset that cannot be told apart by image
+        return math.inf, outputs  # an offset that cannot be told apart by image
     linear = sum(
         (g * v).reshape(3, -1).sum(1) for g, v in zip(grads, parts, strict=True) if g is not None
     )
     scale = mixed.abs().sum(1).clamp(min=torch.finfo(out.dtype).tiny)
-    return float(((mixed.sum(1) - linear).abs() / scale).max().detach())
+    return float(((mixed.sum(1) - linear).abs() / scale).max().detach()), outputs

@@ -103,6 +103,7 @@ class Rewriter:
         self.values: dict[fx.Node, Value] = {}
         self.learned = {name for name, _ in gm.named_parameters(remove_duplicate=False)}
         self._originals: dict[str, nn.Module] = {}  # of the modules replaced, by their names
+        self._weights: dict[Tensor, Tensor] = {}  # of the layers replaced, and of their twins
 
     def run(self) -> None:
         for node in _out_of_place(self.gm.graph):
@@ -186,6 +187,11 @@ class Rewriter:
         self.is_doubtful |= len(found) > 1 and not named.isdisjoint(found)
         return not named.isdisjoint(found[:1])
 
+    def doubt_unless_images_lead(self, x: Any) -> None:
+        """For what combines other dimensions than the first: numbers must tell if it mixes."""
+        found = self.image_dims(x)
+        self.is_doubtful |= bool(found) and found[0] != 0
+
     def is_normalisation(self, node: fx.Node) -> bool:
         """Whether constants of its own normalise each channel of the image: the encoding's part."""
         x, constant = node.args[:2]
@@ -218,13 +224,18 @@ class Rewriter:
         self.note(node, "kept")
         return self.joined(node)
 
+    def keep_over_places(self, node: fx.Node) -> Value:
+        """For one that combines places: images must not be among them."""
+        self.doubt_unless_images_lead(node.all_input_nodes[0])
+        return self.keep(node)
+
     def as_factor(self, node: fx.Node) -> Value:
         """For an operation that is not, or is not known."""
         self.note(node, "kept as a factor")
         return self.factor(node)
 
-    def remove(self, node: fx.Node) -> Value:
-        self.note(node, "removed")
+    def remove(self, node: fx.Node, became: str = "removed") -> Value:
+        self.note(node, became)
         source = node.all_input_nodes[0]
         _hand_on(node, source)
         node.replace_all_uses_with(source)
@@ -238,6 +249,13 @@ class Rewriter:
         self.note(node, became or type(module).__name__)
         self._originals[name] = self.gm.get_submodule(name)
         self.gm.add_submodule(name, module)
+
+    def put_layer(self, node: fx.Node, old: Any, new: Any) -> None:
+        """Layers that shared a weight share that of their twins, if it has one shape."""
+        self.put_module(node, new)
+        shared = self._weights.setdefault(old.weight, new.weight)
+        if shared.shape == new.weight.shape:
+            new.weight = shared
 
     def put_function(
         self, node: fx.Node, function: Callable[..., Any], args: tuple[Any, ...], became: str

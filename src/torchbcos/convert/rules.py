@@ -41,6 +41,7 @@ from torchbcos.convert.twins import (
     bcos_convolution,
     bcos_linear,
     bcos_upsampling,
+    functional_norm,
     functional_twin,
     uncentred_norm,
 )
@@ -62,14 +63,17 @@ DROPOUTS = frozenset(
     "droppath dropblock2d dropblock stochasticdepth".split()
 )
 LINEAR = frozenset(
-    "avgpool1d avgpool2d avgpool3d adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d "
     "neg cat concat stack flatten unflatten view reshape permute transpose t squeeze "
-    "unsqueeze contiguous expand "
-    "repeat clone to float half double movedim swapaxes swapdims interpolate "
-    "upsample pixelshuffle pixelunshuffle channelshuffle unfold fold identity "
+    "unsqueeze contiguous expand repeat clone float half double movedim swapaxes swapdims "
+    "identity patchmergingpad".split()
+)
+OVER_PLACES = frozenset(  # linear, but of several places at once
+    "avgpool1d avgpool2d avgpool3d adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d "
+    "interpolate upsample upsamplingnearest2d upsamplingbilinear2d "
+    "pixelshuffle pixelunshuffle channelshuffle unfold fold "
     "zeropad1d zeropad2d zeropad3d reflectionpad1d reflectionpad2d reflectionpad3d "
-    "replicationpad1d replicationpad2d replicationpad3d circularpad1d circularpad2d circularpad3d "
-    "upsamplingnearest2d upsamplingbilinear2d patchmergingpad".split()
+    "replicationpad1d replicationpad2d replicationpad3d circularpad1d circularpad2d "
+    "circularpad3d".split()
 )
 ALONG = frozenset("mean sum cumsum roll flip chunk split tensorsplit unbind narrow select".split())
 NORMS = (
@@ -99,6 +103,17 @@ def _keep(r: Rewriter, node: fx.Node, _: Any) -> Value:
     return r.keep(node)
 
 
+def _keep_over_places(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    return r.keep_over_places(node)
+
+
+def _to(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """To another device or type, of which whole numbers round."""
+    types = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
+    rounds = any(not t.is_floating_point for t in types)
+    return r.as_factor(node) if rounds else r.keep(node)
+
+
 def _size(r: Rewriter, node: fx.Node, _: Any) -> Value:
     return CONSTANT
 
@@ -126,6 +141,9 @@ def _unknown(r: Rewriter, node: fx.Node, _: Any) -> Value:
 def _layer(r: Rewriter, node: fx.Node, module: Any) -> Value:
     """A convolution or a linear layer."""
     value = r.joined(node)
+    r.doubt_unless_images_lead(node.all_input_nodes[0])
+    if value.raw and getattr(module, "groups", 1) > 1:
+        _pair_channels(r, node, module.in_channels)
     how = (2 if value.raw else 1, r.options.b, r.options.max_out)
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
         upsampling = bcos_upsampling(module, *how)
@@ -134,8 +152,15 @@ def _layer(r: Rewriter, node: fx.Node, module: Any) -> Value:
         r.put_module(node, upsampling, "BcosConv2d and PixelShuffle")
     else:
         make = bcos_linear if isinstance(module, nn.Linear) else bcos_convolution
-        r.put_module(node, make(module, *how))
+        r.put_layer(node, module, make(module, *how))
     return replace(value, raw=False)
+
+
+def _pair_channels(r: Rewriter, node: fx.Node, channels: int) -> None:
+    """[r, g, b, 1-r, 1-g, 1-b] as [r, 1-r, g, 1-g, b, 1-b], for groups of channels."""
+    apart = r.insert(node, torch.unflatten, node.all_input_nodes[0], 1, (2, channels))
+    paired = r.insert(node, torch.transpose, apart, 1, 2)
+    node.replace_input_with(node.all_input_nodes[0], r.insert(node, torch.flatten, paired, 1, 2))
 
 
 def _functional_layer(r: Rewriter, node: fx.Node, _: Any) -> Value:
@@ -205,14 +230,36 @@ _CONV_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "
 
 
 def _norm(r: Rewriter, node: fx.Node, module: Any) -> Value:
-    new = uncentred_norm(module) if r.options.norm else None
-    if new is None:
+    if not r.options.norm:
         return r.remove(node)
+    new = uncentred_norm(module)
+    if new is None:
+        return r.remove(node, NO_TWIN)
+    r.put_module(node, new)
+    return r.joined(node)
+
+
+NO_TWIN = "removed: it has no uncentred form"
+
+
+def _functional_norm(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """F.layer_norm and the like: a module, whose weight is new."""
+    if not r.options.norm:
+        return r.remove(node)
+    x = node.all_input_nodes[0]
+    original = functional_norm(name_of(node), node.args, node.kwargs, x.meta.get("shape", ()))
+    new = None if original is None else uncentred_norm(original)
+    if original is None or new is None:
+        return r.remove(node, NO_TWIN)
+    node.op, node.target = "call_module", f"{node.name}_norm"
+    node.args, node.kwargs = (x,), {}
+    r.gm.add_submodule(node.target, original)
     r.put_module(node, new)
     return r.joined(node)
 
 
 def _max_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
+    r.doubt_unless_images_lead(node.all_input_nodes[0])
     if module is not None:
         new = average_pool(module)
         if new is None:
@@ -233,6 +280,7 @@ def _max_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
 def _adaptive_max_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
     if module is not None:
         return _max_pool(r, node, module)
+    r.doubt_unless_images_lead(node.all_input_nodes[0])
     names = ("input", "output_size", "return_indices")
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     if given.get("return_indices"):
@@ -244,9 +292,10 @@ def _adaptive_max_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
 
 def _average_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
     if type(module) is not nn.AvgPool2d:
-        return r.keep(node)
+        return r.keep_over_places(node)
     new = average_pool(module)
     assert new is not None
+    r.doubt_unless_images_lead(node.all_input_nodes[0])
     r.put_module(node, new, "kept")
     return r.joined(node)
 
@@ -261,7 +310,7 @@ def _clamp(r: Rewriter, node: fx.Node, _: Any) -> Value:
 
 def _pad(r: Rewriter, node: fx.Node, _: Any) -> Value:
     value = node.args[3] if len(node.args) > 3 else node.kwargs.get("value")
-    return r.keep(node) if not value else r.as_factor(node)
+    return r.keep_over_places(node) if not value else r.as_factor(node)
 
 
 def _named_tuple(r: Rewriter, node: fx.Node, _: Any) -> Value:
@@ -283,8 +332,11 @@ def _table(*entries: tuple[Iterable[str], Rule]) -> dict[str, Rule]:
 
 
 _NAMED: dict[str, Rule] = _table(
-    (ACTIVATIONS | DROPOUTS | FUNCTIONAL_NORMS, _remove),
+    (ACTIVATIONS | DROPOUTS, _remove),
+    (FUNCTIONAL_NORMS, _functional_norm),
     (LINEAR, _keep),
+    (OVER_PLACES, _keep_over_places),
+    (["to"], _to),
     (SIZES, _size),
     (["getattr"], _attribute),
     (["expandas", "reshapeas", "viewas", "typeas"], _like_another),
@@ -344,5 +396,7 @@ def rule_for(node: fx.Node, module: nn.Module | None) -> Rule:
     if isinstance(module, nn.AvgPool2d):
         return _average_pool
     if isinstance(module, nn.modules.padding._ConstantPadNd):
-        return _unknown if module.value else _keep
+        return _unknown if module.value else _keep_over_places
+    if key in OVER_PLACES:
+        return _keep_over_places
     return _keep if key in LINEAR else _unknown

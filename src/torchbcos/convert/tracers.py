@@ -188,8 +188,9 @@ class FollowingTracer(Tracer):
         if of_the_image and isinstance(value, Tensor) and question != "len":
             raise DependsOnValuesError("its control flow depends on values computed from the image")
         answer = _QUESTIONS[question](value)
-        if of_the_image:
-            self.create_proxy("call_function", same_way, (proxy, question, answer), {})
+        asked = _asked(proxy.node)
+        if of_the_image and asked not in _BESIDE_THE_POINT:
+            self.create_proxy("call_function", same_way, (proxy, question, answer, asked), {})
         return answer
 
     def to_bool(self, obj: fx.Proxy) -> bool:
@@ -208,6 +209,18 @@ _QUESTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+#: Facts by which code chooses how to compute what it would compute anyway.
+_BESIDE_THE_POINT = frozenset("device is_cuda requires_grad is_contiguous".split())
+
+
+def _asked(node: fx.Node) -> str:
+    """The fact about a tensor that a question is about: "size", unless it is another one."""
+    names = {str(n.args[1]) for n in sources(node) if n.target is getattr}
+    names |= {str(n.target) for n in sources(node) if n.op == "call_method"}
+    others = names & (_BESIDE_THE_POINT | {"dtype", "is_floating_point"})
+    return others.pop() if others and names.isdisjoint(("shape", "size")) else "size"
+
+
 def sources(node: fx.Node) -> set[fx.Node]:
     """The node and all that it is computed from."""
     met: set[fx.Node] = set()
@@ -221,9 +234,15 @@ def sources(node: fx.Node) -> set[fx.Node]:
 
 
 @has_side_effect
-def same_way(value: Any, question: str, answer: Any) -> None:
+def same_way(value: Any, question: str, answer: Any, asked: str) -> None:
     """Part of a graph: whether the code would have gone the same way for this input."""
     now = _QUESTIONS[question](value)
+    if now != answer and asked != "size":
+        raise ValueError(
+            f"the network was converted as its code runs on inputs of another {asked}, and on this "
+            f"one it runs differently (a {question} is {now} and was {answer}): use inputs as they "
+            f"were then, or convert the network when it has the {asked} that it is to be used with."
+        )
     if now != answer:
         raise ValueError(
             "the network was converted as its code runs on images of another size, and on this one "

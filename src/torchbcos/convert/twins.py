@@ -21,6 +21,7 @@ __all__ = [
     "bcos_linear",
     "bcos_upsampling",
     "device_and_dtype",
+    "functional_norm",
     "functional_twin",
     "uncentred_norm",
 ]
@@ -153,7 +154,44 @@ def uncentred_norm(module: Any) -> nn.Module | None:
         momentum = getattr(module, "momentum", 0.1)
         tracks = getattr(module, "track_running_stats", True)
         return _BATCH_NORM[dims](channels, eps, momentum, affine, tracks, bias=False, **own)
+    if class_key(module) == "layernorm2d":  # of the code that has one of its own
+        channels = next((p.numel() for p in module.parameters()), 0)
+        return norms.UncentredPositionNorm(channels, eps, bias=False, **own) if channels else None
     return None
+
+
+def functional_norm(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]
+) -> nn.Module | None:
+    """For F.layer_norm and the like, called on an input of this shape: the module of torch."""
+    given = dict(zip(_NORM_ARGUMENTS[name], args, strict=False)) | kwargs
+    eps = given.get("eps", 1e-5)
+    affine = given.get("weight") is not None
+    channels, dims = (shape[1], len(shape) - 2) if len(shape) > 1 else (0, 0)
+    if name in ("layernorm", "rmsnorm") and all(type(n) is int for n in given["normalized_shape"]):
+        if name == "rmsnorm":
+            return nn.RMSNorm(given["normalized_shape"], given.get("eps"), affine)
+        return nn.LayerNorm(given["normalized_shape"], eps, affine)
+    if name == "groupnorm" and type(given["num_groups"]) is int and channels:
+        return nn.GroupNorm(given["num_groups"], channels, eps, affine)
+    if name == "instancenorm" and channels:
+        return nn.GroupNorm(channels, channels, eps, affine)
+    if name == "batchnorm" and channels:
+        make = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims]
+        return make(channels, eps, given.get("momentum", 0.1), affine)
+    return None
+
+
+_NORM_ARGUMENTS = {
+    "layernorm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rmsnorm": ("input", "normalized_shape", "weight", "eps"),
+    "groupnorm": ("input", "num_groups", "weight", "bias", "eps"),
+    "instancenorm": ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats",
+                     "momentum", "eps"),
+    "batchnorm": ("input", "running_mean", "running_var", "weight", "bias", "training",
+                  "momentum", "eps"),
+    "localresponsenorm": ("input",),
+}  # fmt: skip
 
 
 def device_and_dtype(module: nn.Module) -> dict[str, Any]:
