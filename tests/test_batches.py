@@ -358,6 +358,33 @@ def test_classes_that_do_not_fit_are_named_or_skipped(folder, place, words):
     assert (len(data.train), len(data.test)) == (12, 5)
 
 
+def test_what_is_hidden_is_not_looked_at(folder):
+    for place in ("train/.cache", "train/a/.ipynb_checkpoints", "val/a"):
+        (folder / place).mkdir(exist_ok=True)
+        draw(folder / place / "._1.png", 1)
+        if place != "val/a":
+            draw(folder / place / "1.png", 1)
+    data = open_data(folder)
+    assert (data.classes, len(data.train), len(data.test)) == (("a", "b"), 12, 5)
+
+
+def test_links_are_followed_once(folder, tmp_path):
+    for i in range(3):
+        draw(tmp_path / "more" / f"{i}.png", i)
+    for link in ("train/a/more", "train/a/again"):
+        (folder / link).symlink_to(tmp_path / "more")
+    (tmp_path / "more" / "up").symlink_to(folder / "train" / "a")
+    assert len(open_data(folder).train) == 12 + 3
+
+
+def test_only_what_is_asked_for_must_be_there(folder):
+    (folder / "train" / "c").mkdir()
+    assert open_data(folder, only="test").classes == ("a", "b", "c")
+    (folder / "val" / "c").mkdir()
+    with pytest.raises(DataError, match=r"remove the class\.$"):  # a setting is no advice here
+        open_data(folder, only="test")
+
+
 def test_a_class_without_test_images_is_named(folder):
     for file in (folder / "val" / "b").iterdir():
         file.unlink()

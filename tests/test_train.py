@@ -163,6 +163,48 @@ def test_data_may_have_moved_when_a_run_is_resumed(little_data, tmp_path):
     assert_same_weights(weights(whole), weights(again))
 
 
+def test_resuming_with_other_classes_or_sizes_is_refused(little_data, tmp_path, monkeypatch):
+    train.train(config(epochs=1), tmp_path, console=QUIET)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    fewer, renamed, larger = few_shapes(), few_shapes(), few_shapes(size=32)
+    fewer = replace(fewer, classes=(*fewer.classes, "one more"))
+    renamed = replace(renamed, classes=tuple(f"{name}s" for name in renamed.classes))
+    for data, words in ((fewer, "the classes .*, one more, but had"), (renamed, "but had disc"),
+                        (larger, "the size 32, 32, but had 24, 24 in the run")):  # fmt: skip
+        monkeypatch.setattr(train, "open_data", lambda *_, data=data, **__: data)
+        with pytest.raises(ValueError, match=words):
+            train.train(config(epochs=1), tmp_path, console=QUIET, resume=True)
+        assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_other_settings_are_refused_before_the_data_are_read(little_data, tmp_path, monkeypatch):
+    train.train(config(epochs=1), tmp_path, console=QUIET)
+    monkeypatch.setattr(train, "open_data", mock.Mock(side_effect=AssertionError("read")))
+    with pytest.raises(ValueError, match=r"`epochs` \(=2\) must be 1"):
+        train.train(config(epochs=2), tmp_path, console=QUIET, resume=True)
+
+
+def test_two_trainings_do_not_share_a_folder(little_data, tmp_path, monkeypatch):
+    def begin_another(run):
+        with pytest.raises(ValueError, match="is in use by a training that runs"):
+            train.train(config(epochs=1), tmp_path, console=QUIET, resume=True)
+        begin(run)
+
+    begin = train._Run.begin
+    monkeypatch.setattr(train._Run, "begin", begin_another)
+    train.train(config(epochs=1), tmp_path, console=QUIET)
+    monkeypatch.undo()
+
+
+def test_pictures_follow_the_tests_and_need_a_bcos_network(little_data, tmp_path):
+    train.train(config(epochs=4, test_every=3), tmp_path, console=QUIET, pictures=2)
+    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["epoch-003.png", "epoch-004.png"]
+    conventional = config(arch="conventional/mini", options={}, epochs=1)
+    with pytest.raises(ValueError, match=r"`pictures` \(=1\) must be 0 for conventional/mini"):
+        train.train(conventional, tmp_path / "c", console=QUIET, pictures=1)
+    assert not (tmp_path / "c").exists()
+
+
 def test_a_training_is_not_overwritten(little_data, tmp_path):
     train.train(config(epochs=1), tmp_path, console=QUIET)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -288,6 +330,12 @@ def test_the_paper_preset_and_calibration_are_told_apart(little_data, tmp_path):
         ({"cutmix": 1.5}, "from 0 to 1"),
         ({"weight_rms": -1}, "0 or more"),
         ({"weight_rms": math.inf}, "0 or more"),
+        ({"lr_end": math.inf}, "0 or more, and finite"),
+        ({"warmup": 3}, r"`warmup` \(=3\) must be less than the 3 `epochs`"),
+        ({"operations": 101}, "at most 100"),
+        ({"seed": 2**63}, "64 bits"),
+        ({"momentum": 1.0}, "`momentum` .* below 1"),
+        ({"precision": 64}, r"`precision` \(=64\) must be '32-true' or"),
         ({"weight_rms_in": "0"}, "empty unless `weight_rms` is set"),
         ({"accumulate": 3}, "divisor of the batch, 16"),
         ({"test_every": 0}, "at least 1"),

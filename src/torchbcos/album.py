@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchbcos import render
 from torchbcos._arguments import why_unsuitable
+from torchbcos.checkpoint import write_atomically
 from torchbcos.cli_common import check_folder
 from torchbcos.explain import explain
 from torchbcos.explanation import Explanation
@@ -245,7 +246,7 @@ def _row(e: Explanation, k: int) -> Row:
 
 def _write(out: Path, stem: str, used: set[str], picture: np.ndarray) -> Path:
     path = out / f"{_unused(stem, used)}.png"
-    path.write_bytes(png(picture))
+    write_atomically(path, png(picture))
     return path
 
 

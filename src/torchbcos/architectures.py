@@ -40,8 +40,9 @@ def builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
     def made() -> nn.Module:
         try:
             return build()
-        except (TypeError, ValueError) as error:
-            if str(error).startswith("`"):  # our own words
+        except (TypeError, ValueError, RuntimeError) as error:
+            wants_values = isinstance(error, RuntimeError) and torch.empty(0).is_meta
+            if wants_values or str(error).startswith("`"):  # our own words
                 raise
             given = ", ".join(f"{key}={value!r}" for key, value in options.items())
             words = f"`options` ({given}) must suit {name}: {error}."

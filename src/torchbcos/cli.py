@@ -232,7 +232,9 @@ def train(
     start_from: Annotated[
         str, typer.Option("--from", help="Fine-tune this model; head_only=true for its head alone.")
     ] = "",
-    pictures: Annotated[int, typer.Option(help="Draw explanations every K epochs.", min=0)] = 0,
+    pictures: Annotated[
+        int, typer.Option(help="Draw explanations every K epochs, once tested.", min=0)
+    ] = 0,
     workers: Annotated[
         int | None, typer.Option(help="Processes that read streamed images.", min=0)
     ] = None,

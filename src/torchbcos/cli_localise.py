@@ -56,7 +56,7 @@ def localise(
         int, typer.Option(help="Smoothing window in pixels, 0 for none; -1: by size.", min=-1)
     ] = -1,
     size: Annotated[int, typer.Option(help="Pixels of a cell; 0: the model's.", min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="Of the random choice of classes.")] = 42,
+    seed: Annotated[int, typer.Option(help="Of the random choice of classes.", min=0)] = 42,
     batch: Annotated[int, typer.Option(help="Grids at once.", min=1)] = 8,
     out: Annotated[Path, typer.Option(help="Folder for scores, plots, page.")] = Path("localise"),
     as_json: AsJson = False,
@@ -118,7 +118,7 @@ def toy(
     out: Annotated[Path, typer.Option(help="Folder for toy.json and toy.png.")] = Path("toy"),
     b: Annotated[str, typer.Option("--b", help="Exponents, comma-separated.")] = "1,2,4,10,30",
     points: Annotated[int, typer.Option(help="Points in each cluster.", min=1)] = 100,
-    seed: Annotated[int, typer.Option(help="Of the random points.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random points.", min=0)] = 0,
     as_json: AsJson = False,
 ) -> None:
     """One B-cos unit in the plane: where do its best weights point, as B grows?"""

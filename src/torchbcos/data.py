@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -222,7 +222,7 @@ def _folders(
     train = dict(test) if alone else _files_by_class(folder["train"])
 
     skipped: list[str] = []
-    for name in [n for n, files in train.items() if not files]:
+    for name in [n for n, files in train.items() if not files and (alone or only != "test")]:
         where = test_folder if alone else folder["train"]
         skipped.append(f"{where / name} holds no images: fill it or remove the class.")
         del train[name]
@@ -237,7 +237,8 @@ def _folders(
         if not files
     ]
     if skipped and bad == "fail":
-        raise DataError(skipped[0].removesuffix(".") + ", or set bad='skip'.")
+        advice = "." if only else ", or set bad='skip'."  # which is a setting of trainings
+        raise DataError(skipped[0].removesuffix(".") + advice)
     if len(train) < 2 or not any(test.values()):
         what = "folders of images of at least two classes"
         if not alone:
@@ -287,15 +288,26 @@ def _size_of_first(files: Sequence[str]) -> int:
 
 
 def _files_by_class(folder: Path) -> dict[str, list[str]]:
-    """The image files below each class's folder, by their suffix; names in their order."""
+    """The image files below each class's folder, by their suffix; names in their order.
+
+    Hidden ones are not looked at: programs keep their own things there.
+    """
     known = Image.registered_extensions().items()
     suffixes = tuple(suffix for suffix, kind in known if kind in Image.OPEN)
+    names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     return {
-        name: sorted(
-            os.path.join(place, file)  # noqa: PTH118 (a million paths as strings)
-            for place, _, files in os.walk(folder / name)
-            for file in files
-            if file.lower().endswith(suffixes)
-        )
-        for name in sorted(p.name for p in folder.iterdir() if p.is_dir())
+        name: sorted(file for file in _below(folder / name) if file.lower().endswith(suffixes))
+        for name in names
     }
+
+
+def _below(folder: Path) -> Iterator[str]:
+    """All files, through links; a folder that several links lead to counts once."""
+    met = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        folders[:] = [f for f in folders if not f.startswith(".") and real not in met]
+        if real not in met:
+            # a million paths as strings
+            yield from (os.path.join(place, f) for f in files if not f.startswith("."))  # noqa: PTH118
+        met.add(real)

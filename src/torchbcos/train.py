@@ -28,7 +28,15 @@ from torchbcos.optimiser import clip_adaptively, make_optimiser, set_rate, set_w
 from torchbcos.processes import make_fabric, naming_lost_processes
 from torchbcos.progress import Journal, Progress
 from torchbcos.training_config import TrainConfig
-from torchbcos.training_state import MODEL, STATE, TrainingState, check_free, whole
+from torchbcos.training_state import (
+    MODEL,
+    STATE,
+    TrainingState,
+    check_free,
+    check_same,
+    held,
+    whole,
+)
 from torchbcos.watch import TrainError, Watch
 
 __all__ = ["TrainConfig", "TrainError", "train"]
@@ -48,18 +56,26 @@ def train(
 
     The state is written after each test and when the process is told to end; `resume` goes on
     from it, to the same result as if nothing had happened. Without it, an `out` that holds a
-    training is refused. `pictures` = k draws explanations of the same test images every k epochs;
-    `workers` processes decode images that are streamed.
+    training is refused. `pictures` = k draws explanations of the same test images every k epochs,
+    after the next test; `workers` processes decode images that are streamed.
     """
     out = Path(out)
-    if not resume:
+    if pictures and config.arch.startswith("conventional/"):
+        raise ValueError(
+            f"`pictures` (={pictures}) must be 0 for {config.arch}, which has no W(x) to draw."
+        )
+    if resume:
+        check_same(out / STATE, config)
+    else:
         check_free(out)
     out.mkdir(parents=True, exist_ok=True)
     fabric = fabric or make_fabric(config.precision)
     if "LT_CLI_USED" not in os.environ:  # `fabric run` has launched it already
         fabric.launch()
+    mine = held(out) if fabric.is_global_zero else nullcontext()
     # cuDNN may search for the fastest algorithm: batches keep their shape for long
-    with naming_lost_processes(fabric, out), cuda_settings(tf32=config.tf32, benchmark=True):
+    fast = cuda_settings(tf32=config.tf32, benchmark=True)
+    with naming_lost_processes(fabric, out), mine, fast:
         run = _Run(config, out, fabric, console or Console(stderr=True), workers)
         if resume:
             run.load_state()
@@ -318,14 +334,15 @@ class _Run:
         state.correct.zero_()
         if self.journal is not None:
             self.journal.write(line)
+        self.save_state()
         self.progress.line(
             f"epoch {line['epoch']:6.1f}  loss {line['train_loss']:.4f}  train "
             f"{line['train_accuracy']:.2%}  test {line['test_accuracy']:.2%}  "
             f"{line['seconds']:.0f} s"
         )
-        self.save_state()
         epoch = round(state.step / self.steps_per_epoch)
-        if pictures and epoch % pictures == 0:
+        before = epoch - round(steps / self.steps_per_epoch)
+        if pictures and epoch // pictures > before // pictures:
             with state.averaged_weights():
                 model = self._whole_model()
                 if self.fabric.is_global_zero:
@@ -335,8 +352,6 @@ class _Run:
         from torchbcos.explain import explain
         from torchbcos.render import figure
 
-        if isinstance(model, ConventionalModel):
-            return
         every = max(1, len(self.data.test) // 6)
         chosen = torch.arange(0, len(self.data.test), every)[:6]
         images, labels = (t.to(self.fabric.device) for t in self.data.test.batch(chosen))

@@ -78,10 +78,6 @@ class TrainConfig:
         def refuse(name: str, rule: str) -> None:
             raise ValueError(f"`{name}` (={getattr(self, name)!r}) must be {rule}.")
 
-        for name, kind in get_type_hints(TrainConfig).items():
-            fits, words = _KINDS[str(kind)]
-            if not fits(getattr(self, name)):
-                refuse(name, words)
         choices = {
             "preset": ("", "paper"),
             "bad": ("fail", "skip"),
@@ -92,6 +88,10 @@ class TrainConfig:
         for name, values in choices.items():
             if getattr(self, name) not in values:
                 refuse(name, " or ".join(map(repr, values)))
+        for name, kind in get_type_hints(TrainConfig).items():
+            fits, words = _KINDS[str(kind)]
+            if not fits(getattr(self, name)):
+                refuse(name, words)
         if self.channels not in (1, 3):
             refuse("channels", "1 (grey) or 3")
         for name in _NO_OPTIONS.keys() & self.options.keys():
@@ -108,20 +108,26 @@ class TrainConfig:
             if getattr(self, name) > 1:
                 refuse(name, "at most 1")
         for name in (
-            *("size", "memory", "lr_end", "warmup", "warmup_lr", "weight_decay"),
+            *("size", "lr_end", "warmup", "warmup_lr", "weight_decay", "weight_rms"),
             *("auxiliary_weight", "clip", "adaptive_clip"),
         ):
-            if not getattr(self, name) >= 0:
-                refuse(name, "0 or more")
-        if not 0 <= self.weight_rms < math.inf:
-            refuse("weight_rms", "0 or more, and finite")
+            if not 0 <= getattr(self, name) < math.inf:
+                refuse(name, "0 or more, and finite")
+        if not self.memory >= 0:
+            refuse("memory", "0 or more")
+        if self.warmup >= self.epochs:
+            refuse("warmup", f"less than the {self.epochs} `epochs`")
+        if self.operations > 100:
+            refuse("operations", "at most 100")
+        if not -(2**63) <= self.seed < 2**63:
+            refuse("seed", "a number of 64 bits")
         if self.weight_rms_in and not self.weight_rms:
             refuse("weight_rms_in", "empty unless `weight_rms` is set")
         if not 0 <= self.magnitude <= 30:
             refuse("magnitude", "from 0 to 30")
         if not all(size >= 1 for size in self.train_sizes):
             refuse("train_sizes", "pixels, each at least 1")
-        for name in ("ema", "label_smoothing"):
+        for name in ("ema", "label_smoothing", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 refuse(name, "from 0 to below 1")
         for name in self.augment:

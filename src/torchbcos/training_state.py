@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from torchbcos.checkpoint import write_atomically
 from torchbcos.models import BcosModel
 from torchbcos.training_config import TrainConfig
 
-__all__ = ["MODEL", "STATE", "TrainingState", "check_free", "whole"]
+__all__ = ["MODEL", "STATE", "TrainingState", "check_free", "check_same", "held", "whole"]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -39,6 +40,30 @@ def check_free(out: Path) -> None:
             f"`out` (={str(out)!r}) holds a training already, in {there[0]}: go on with it by "
             "--resume (`resume=True`), or choose another folder."
         )
+
+
+@contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Refuse a folder in which another training runs; the hold ends with the process."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"`out` (={str(out)!r}) is in use by a training that runs: wait until it ends, or "
+                "choose another folder."
+            ) from None
+        except OSError:  # some file systems of networks know no such thing
+            pass
+        yield
+    finally:
+        os.close(folder)
 
 
 @dataclass
@@ -64,6 +89,8 @@ class TrainingState:
             "seconds": self.seconds,
             "config": config.as_json(),
             "images": images,
+            "classes": self.model.classes,
+            "size": self.model.input_size,
             "scales": {name: layer.scale for name, layer in self.model.bcos_layers()},
             "temperature": self.model.temperature,
             "scaling": self.model.scaling,
@@ -75,25 +102,22 @@ class TrainingState:
 
     def load(self, path: Path, config: TrainConfig, images: int) -> None:
         """Take over a state of the same config and data, or say what differs."""
-        try:
-            with safetensors.safe_open(path, "pt") as file:
-                about = json.loads(file.metadata()["state"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is damaged: remove it to begin anew.") from error
-        mine = config.as_json()
-        for name, value in about["config"].items():
-            if name != "data" and mine.get(name) != value:  # which may be in another place now
-                raise ValueError(
-                    f"`{name}` (={mine.get(name)!r}) must be {value!r}, as in the run to be "
-                    f"resumed in {path.parent}: change it back, or choose another folder."
-                )
+        with _read(path) as (file, about):
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if about["images"] != images:
             raise ValueError(
                 f"`data` (={config.data!r}) holds {images} images for training, but had "
                 f"{about['images']} in the run to be resumed in {path.parent}: choose another "
                 "folder, or bring the data back."
             )
+        for name, now in (("classes", self.model.classes), ("size", self.model.input_size)):
+            before = tuple(about.get(name) or now or ())  # a state of an older version has none
+            if before != tuple(now or ()):
+                raise ValueError(
+                    f"`data` (={config.data!r}) has the {name} {_shortly(now)}, but had "
+                    f"{_shortly(before)} in the run to be resumed in {path.parent}: choose "
+                    "another folder, or bring the data back."
+                )
         self._create_optimiser_state()
         own = self._tensors()
         with torch.no_grad():
@@ -152,6 +176,36 @@ class TrainingState:
         self.optimiser.zero_grad()
         with torch.no_grad():
             torch._foreach_copy_(_shards(trained), _shards(kept))
+
+
+def check_same(path: Path, config: TrainConfig) -> None:
+    """Refuse to resume with other settings than those of the state in `path`, if there is one."""
+    if not path.exists():
+        return
+    with _read(path) as (_, about):
+        before = about["config"]
+    mine = config.as_json()
+    for name, value in before.items():
+        if name != "data" and mine.get(name) != value:  # which may be in another place now
+            raise ValueError(
+                f"`{name}` (={mine.get(name)!r}) must be {value!r}, as in the run to be "
+                f"resumed in {path.parent}: change it back, or choose another folder."
+            )
+
+
+@contextmanager
+def _read(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A state's file, and what its header says."""
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            yield file, json.loads(file.metadata()["state"])
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: remove it to begin anew.") from error
+
+
+def _shortly(values: Iterable[Any] | None) -> str:
+    listed = list(map(str, values or ()))
+    return ", ".join(listed[:10]) + (f" and {len(listed) - 10} more" if len(listed) > 10 else "")
 
 
 def _shards(tensors: Iterable[Tensor]) -> list[Tensor]:
