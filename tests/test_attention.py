@@ -358,6 +358,15 @@ def small_swin(version):
     )
 
 
+def test_a_causal_mask_must_be_given():
+    layer = tb.convert(small_vit(), input_size=32).network.get_submodule(
+        "encoder.layers.encoder_layer_0.self_attention"
+    )
+    x = torch.rand(2, 5, layer.q_proj.in_features)
+    with pytest.raises(ValueError, match="needs `attn_mask`"):
+        layer(x, x, x, is_causal=True)
+
+
 TRANSFORMERS = {
     "ViT": small_vit,
     "Swin": lambda: small_swin(1),

@@ -18,6 +18,7 @@ from torchbcos import functional as BF
 from torchbcos import mode
 from torchbcos.data import shapes
 from torchbcos.encoding import encode
+from trained import make_vit
 
 SIZE = 4  # of the small network's images
 CLASSES = ("cat", "dog", "bird")
@@ -1068,6 +1069,16 @@ def test_one_hot_targets_are_no_class_indices(kind):
     with pytest.raises(ValueError, match=r"look one-hot: use targets\.argmax\(1\)"):
         tb.explain(model, x, kind(torch.eye(model.num_classes)[: len(x)]))
     tb.explain(model, x, torch.tensor([[0, 1]] * len(x)))
+
+
+def test_units_within_attention_are_found_by_functions():
+    model, images = make_vit().double(), torch.rand(2, 3, 16, 16).double()
+    layers = [name for name, _ in model.bcos_layers()]
+    assert any("self_attention.q_proj" in name for name in layers)
+    for name in layers:
+        e = tb.explain(model, images, layer=name, unit=lambda a: a.flatten(1)[:, 3])
+        assert e.outputs.abs().min() > 0
+        assert (e.residual / e.outputs).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("targets", [True, [False, True]])

@@ -279,5 +279,8 @@ def test_units_of_tokens_are_in_their_last_dimension():
     told = neurons.unit_contributions(model, x, "block")
     assert told.activations.shape == (2, WIDTH, SIZE * SIZE)
     assert told.units.shape == (2, 1, WIDTH)
-    with pytest.raises(ValueError, match=r"\(2, 64, 8\); units are picked from"):
+    with pytest.raises(ValueError, match=r"\(2, 64, 8\); channels are .*: lambda a: a\[:, 0, 0\]"):
         tb.explain(model, x, layer="block", unit=1)
+    e = tb.explain(model, x, layer="block", unit=[lambda a: a[:, 0, 0], lambda a: a[:, 5, 2]])
+    torch.testing.assert_close(e.outputs, told.activations[:, [0, 2], [0, 5]])
+    assert e.residual.abs().max() < 1e-6

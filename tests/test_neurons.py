@@ -1,5 +1,6 @@
 """What units respond to over a set: against brute force, whatever the way it was collected."""
 
+import io
 import itertools
 import json
 import math
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import nn
 
 import torchbcos as tb
@@ -18,6 +20,7 @@ from torchbcos import data, neurons
 from torchbcos.neurons import collecting, skew
 from torchbcos.neurons.table import largest
 from torchbcos.tap import watch
+from trained import make_vit
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*:DeprecationWarning:lightning.*",
@@ -284,6 +287,14 @@ def test_layers_by_name_pattern_and_block(images, tmp_path):
     with pytest.raises(ValueError, match="matches no layer: the B-cos layers are conv1"):
         layers("layer9*")
     assert model.training
+
+
+def test_layers_of_tokens_are_left_out_in_words(tmp_path):
+    told = Console(file=io.StringIO(), width=500)
+    few = data.Images(torch.zeros(2, 3, 16, 16, dtype=torch.uint8), torch.tensor([0, 1]))
+    found = neurons.collect(make_vit(), few, tmp_path / "n", top=1, progress=told)
+    assert list(found.layers) == ["conv_proj", "heads.head"]
+    assert "6 B-cos layers whose units have no maps are left out: encoder." in told.file.getvalue()
 
 
 def test_layers_whose_names_differ_by_the_prefix_of_a_model_are_apart(images, tmp_path):

@@ -70,8 +70,10 @@ class BcosMultiheadAttention(nn.Module):
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
-        is_causal: bool = False,  # torch wants `attn_mask` with it, and so it tells nothing new
+        is_causal: bool = False,  # only a hint beside `attn_mask`, which it needs
     ) -> tuple[Tensor, Tensor | None]:
+        if is_causal and attn_mask is None:
+            raise ValueError("`is_causal` (=True) needs `attn_mask`: give the mask itself.")
         is_batched = query.dim() == 3
         if not is_batched:
             query, key, value = query[None], key[None], value[None]

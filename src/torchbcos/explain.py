@@ -23,7 +23,7 @@ from torchbcos.explanation import Explanation
 from torchbcos.functional import collect_offsets, record_factors, replay_factors
 from torchbcos.layout import tap_with_axis
 from torchbcos.models import BcosModel, refuse_conventional
-from torchbcos.tap import node_of, tap
+from torchbcos.tap import is_in_graph, node_of, tap
 from torchbcos.targets import Targets, resolve_targets, targets_of_chunk
 from torchbcos.undisturbed import generators_as_before, looks_at_batch, undisturbed
 from torchbcos.wrappers import check_together, unwrapped
@@ -137,7 +137,9 @@ def _mixes_images(module: nn.Module) -> bool:
 
 
 def _warn_of_factor(network: nn.Module, layer: str) -> None:
-    cause = node_of(network, layer).meta.get(FACTOR) if isinstance(network, GraphModule) else None
+    cause = None
+    if isinstance(network, GraphModule) and is_in_graph(network, layer):
+        cause = node_of(network, layer).meta.get(FACTOR)
     if cause is not None:
         warnings.warn(
             f"`layer` (={layer!r}) is not linear in the image because of {cause}: W(x)·x is not "
@@ -261,11 +263,6 @@ def _pick_units(
     """
     if activation.dim() == 2:
         activation = activation[:, :, None, None]
-    if activation.dim() != 4:
-        raise ValueError(
-            f"`layer` (={layer!r}) has an output of shape {tuple(activation.shape)}; units are "
-            "picked from [N, C], [N, C, H, W] or [N, H, W, C], so give `unit` a layer of that kind."
-        )
     n = len(activation)
     values, which, where = [], [], []
     for unit in units:
@@ -285,6 +282,12 @@ def _pick_units(
             which.append(torch.full((n,), -1, device=activation.device))
             where.append(torch.full((n, 2), -1, device=activation.device))
             continue
+        if activation.dim() != 4:
+            raise ValueError(
+                f"`layer` (={layer!r}) has an output of shape {tuple(activation.shape)}; channels "
+                "are known in [N, C], [N, C, H, W] and [N, H, W, C], so give `unit` a function: "
+                f"lambda a: a[:, {', '.join('0' for _ in activation.shape[1:])}]."
+            )
         if axis is None:
             raise ValueError(
                 f"`unit` (={unit!r}) cannot be found in {layer!r}, of whose output (shape "

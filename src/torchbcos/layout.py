@@ -20,7 +20,7 @@ from torchbcos.convert.rewriter import name_of
 from torchbcos.convert.tracers import class_key
 from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosConv1d, BcosConv2d, BcosConv3d, BcosLinear
-from torchbcos.tap import UpTo, name_within, node_of, one_tensor, tap
+from torchbcos.tap import UpTo, is_in_graph, name_within, node_of, one_tensor, tap
 
 __all__ = ["channel_axis", "tap_with_axis"]
 
@@ -52,7 +52,7 @@ UNKNOWN: Axes = frozenset()
 
 def tap_with_axis(network: nn.Module, layer: str, x: Tensor) -> tuple[Tensor, int | None]:
     """As `tap`, and which dimension of it is that of the channels; None where it is not known."""
-    if isinstance(network, fx.GraphModule):
+    if isinstance(network, fx.GraphModule) and is_in_graph(network, layer):
         node = node_of(network, layer)
         run = _Following(network, node)
         out, axis = one_tensor(run.run(x), layer), run.axis(node)

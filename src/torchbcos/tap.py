@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from torchbcos.convert.tracers import PART_OF, RETURNED_BY
 
-__all__ = ["Look", "UpTo", "layer_names", "name_within", "node_of", "one_tensor", "tap", "watch"]
+__all__ = [
+    "Look",
+    "UpTo",
+    "is_in_graph",
+    "layer_names",
+    "name_within",
+    "node_of",
+    "one_tensor",
+    "tap",
+    "watch",
+]
 
 #: Given a layer's output; what it returns, if anything, goes on in its place.
 Look = Callable[[Tensor], Tensor | None]
@@ -24,9 +34,9 @@ def tap(network: nn.Module, layer: str, x: Tensor) -> Tensor:
     In a converted network the name of a block of the original, which is no module of its own any
     more, stands for the value that the block returned.
     """
-    if not isinstance(network, fx.GraphModule):
-        return one_tensor(_tap_module(network, layer, x), layer)
-    return one_tensor(UpTo(network, node_of(network, layer)).run(x), layer)
+    if isinstance(network, fx.GraphModule) and is_in_graph(network, layer):
+        return one_tensor(UpTo(network, node_of(network, layer)).run(x), layer)
+    return one_tensor(_tap_module(network, layer, x), layer)
 
 
 def watch(network: nn.Module, x: Tensor, looks: Mapping[str, Look]) -> Any:
@@ -35,12 +45,13 @@ def watch(network: nn.Module, x: Tensor, looks: Mapping[str, Look]) -> Any:
     Names are those of `tap`; of a layer that is used several times the first use is shown.
     """
     looks = {name: _checked(name, look) for name, look in looks.items()}
-    if not isinstance(network, fx.GraphModule):
-        return _watch_modules(network, x, looks)
     nodes: dict[fx.Node, list[Look]] = {}
-    for name, look in looks.items():
-        nodes.setdefault(node_of(network, name), []).append(look)
-    return _Watched(network, nodes).run(x)
+    for name in [name for name in looks if is_in_graph(network, name)]:
+        nodes.setdefault(node_of(network, name), []).append(looks.pop(name))  # type: ignore[arg-type]
+    with _shown(network, looks):
+        if isinstance(network, fx.GraphModule):
+            return _Watched(network, nodes).run(x)
+        return network._call_impl(x)
 
 
 def layer_names(network: nn.Module) -> list[str]:
@@ -70,6 +81,16 @@ def name_within(network: nn.Module, layer: str) -> str:
         parts = (node.meta.get(PART_OF, ()) for node in network.graph.nodes)
         known = {*layer_names(network), *itertools.chain(*parts)}
     return layer if layer in known else layer.removeprefix("network.")
+
+
+def is_in_graph(network: nn.Module, layer: str) -> bool:
+    """Whether the network is a graph, and `layer` is no part of a module that is called as one."""
+    if not isinstance(network, fx.GraphModule):
+        return False
+    name = name_within(network, layer)
+    called = {_target(node) for node in network.graph.nodes} - {""}
+    inside = name not in called and any(name.startswith(f"{whole}.") for whole in called)
+    return not (inside and name in dict(network.named_modules()))
 
 
 def _target(node: fx.Node) -> str:
@@ -180,7 +201,9 @@ def _submodule(network: nn.Module, layer: str) -> nn.Module:
     raise _unknown(network, layer)
 
 
-def _watch_modules(network: nn.Module, x: Tensor, looks: Mapping[str, Look]) -> Any:
+@contextmanager
+def _shown(network: nn.Module, looks: Mapping[str, Look]) -> Iterator[None]:
+    """The outputs of these modules are shown while this context lasts."""
     thread, unseen = threading.get_ident(), dict(looks)
 
     def show(name: str, out: Tensor) -> Tensor | None:
@@ -193,10 +216,9 @@ def _watch_modules(network: nn.Module, x: Tensor, looks: Mapping[str, Look]) -> 
             module = _submodule(network, name)
             hook = module.register_forward_hook(lambda _, __, out, name=name: show(name, out))
             hooks.callback(hook.remove)
-        out = network._call_impl(x)
+        yield
     if unseen:
         raise ValueError(f"`layer` (={next(iter(unseen))!r}) is never reached by the network.")
-    return out
 
 
 def _unknown(network: nn.Module, layer: str) -> ValueError:

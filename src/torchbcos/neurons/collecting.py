@@ -96,6 +96,12 @@ def collect(
         batch = min(BATCH, at_once(images.batch(torch.tensor([0]))[0].shape[2:], _device(model)))
     with in_mode(model, training=False), told_to_end() as ending:
         chosen = _chosen(model, images, layers)
+        left = {name for name, _ in model.bcos_layers()} - {layer.name for layer in chosen}
+        if layers is None and left and progress is not None and rank == 0:
+            some = ", ".join(sorted(left)[:3]) + ", …" * (len(left) > 3)
+            progress.print(
+                f"{len(left)} B-cos layers whose units have no maps are left out: {some}."
+            )
         identity = {
             "count": count,
             "top": top,
