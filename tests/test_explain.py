@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchbcos as tb
 from oracle import TOLERANCE, Layer, array, assert_agrees, average_pool_matrix, variances
@@ -1093,3 +1094,31 @@ def test_the_first_explanation_of_a_model_without_scales_warns():
         tb.explain(model, torch.rand(1, 3, 32, 32))
     tb.explain(model, torch.rand(1, 3, 32, 32))
     model(torch.rand(1, 3, 32, 32))
+
+
+def test_a_checkpointed_part_cannot_be_explained_twice_over():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(tb.BcosConv2d(6, 4, 1), tb.BcosConv2d(4, 3, 1))
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False).mean((2, 3))
+
+    x = pictures(channels=6).float()
+    with pytest.raises(RuntimeError, match="ran again in the backward pass, as with checkpoint"):
+        tb.explain(Checkpointed().eval(), x, 0, create_graph=True)
+
+
+def test_shards_are_refused_in_a_sentence():
+    model = converted()
+    next(model.parameters()).full_tensor = None
+    with pytest.raises(ValueError, match="keeps in shards") as error:
+        tb.explain(model, pictures())
+    assert_sentence(error, "whole weights")
+
+
+def test_explanations_can_be_compared():
+    e = tb.explain(converted(), pictures())
+    assert e == e
+    assert e != tb.explain(converted(), pictures())

@@ -247,3 +247,15 @@ def test_jacrev_of_jacrev_is_the_hessian_of_autograd():
     hessian = torch.func.jacrev(torch.func.jacrev(function))(x)
     assert_agrees(hessian, torch.autograd.functional.hessian(function, x))
     assert hessian.abs().max() > 0.1
+
+
+def test_numbers_of_numpy_are_numbers():
+    one, two = np.int64(1), np.int64(2)
+    layer = tb.BcosConv2d(
+        np.int64(6), np.int64(8), np.int64(3), one, one, one, two, b=np.float32(2)
+    )
+    assert repr(layer) == repr(tb.BcosConv2d(6, 8, 3, 1, 1, 1, 2, b=2.0))
+    assert type(layer.in_channels) is type(layer.kernel_size[0]) is type(layer.groups) is int
+    assert repr(tb.BcosLinear(two, one, max_out=two)) == repr(tb.BcosLinear(2, 1, max_out=2))
+    with pytest.raises(ValueError, match="must be an integer"):
+        tb.BcosLinear(np.bool_(True), 2)

@@ -1,5 +1,7 @@
 """Metrics with a known truth, against hand-made cases and slow loops."""
 
+import math
+
 import numpy as np
 import pytest
 import scipy.stats
@@ -349,3 +351,13 @@ def test_maps_of_a_model_of_random_labels_are_others(trained):
     assert abs(found.signed) < 0.5
     same = sanity.label_randomisation(posthoc.ours, trained[2.5], trained[2.5], images, labels)
     assert same.signed == pytest.approx(1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_maps_that_are_not_finite_get_no_score(value):
+    maps, boxes = torch.full((1, 1, 4, 4), value), torch.tensor([[0, 0, 2, 2]])
+    for score in (energy_pointing_game, pointing_game, overlap):
+        with pytest.raises(ValueError, match="not finite"):
+            score(maps, boxes)
+    with pytest.raises(ValueError, match="not finite"):
+        removal_curve(nn.Flatten(), torch.rand(1, 1, 4, 4), maps, targets=[0], steps=4)

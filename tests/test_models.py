@@ -7,6 +7,7 @@ import math
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torchvision
@@ -574,3 +575,14 @@ def test_conventional_weights_are_not_asked_for(name):
 def test_a_name_is_not_converted_but_made():
     with pytest.raises(TypeError, match=r"`module` \(='resnet18'\) must be an nn.Module; create_"):
         tb.convert("resnet18")
+
+
+def test_one_name_is_no_list_of_classes():
+    with pytest.raises(TypeError, match=r"`classes` \(='cat'\) must be a list"):
+        tb.create_model("mini", classes="cat")
+
+
+def test_numbers_of_classes_of_numpy_can_be_saved(tmp_path):
+    model = tb.create_model("mini", num_classes=np.int64(3), in_channels=np.int64(1))
+    tb.save(model, tmp_path / "m.safetensors")
+    assert tb.load(tmp_path / "m.safetensors").num_classes == 3

@@ -350,3 +350,9 @@ def test_pictures_do_not_depend_on_the_length_of_all_weights(power, dtype):
     )
     assert small[..., 3].max() == 255
     assert np.array_equal(small, large)
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-50, 1e50])
+def test_maps_of_any_size_are_drawn_alike(size):
+    values = torch.tensor([[0.0, 2.0], [-2.0, 0.5]], dtype=torch.float64)
+    assert np.array_equal(render.signed(values * size), render.signed(values))

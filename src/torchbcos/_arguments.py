@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from numbers import Integral, Real
 
 import torch
 
@@ -11,7 +12,8 @@ PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
 def is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Also one of NumPy's, which to keep is `int(value)`."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def int_tuple(name: str, value: int | Iterable[int], n: int, minimum: int) -> tuple[int, ...]:
@@ -22,11 +24,11 @@ def int_tuple(name: str, value: int | Iterable[int], n: int, minimum: int) -> tu
     if len(values) != n or not all(is_int(v) and v >= minimum for v in values):
         what = "an integer" if n == 1 else f"one integer or {n} integers"
         raise ValueError(f"`{name}` (={value!r}) must be {what}, each at least {minimum}.")
-    return values
+    return tuple(map(int, values))
 
 
 def check_transform(b: float, max_out: int, scale: float, eps: float = 0.0) -> None:
-    if not (isinstance(b, int | float) and 1 <= b < math.inf):
+    if not (isinstance(b, Real) and 1 <= b < math.inf):
         raise ValueError(
             f"`b` (={b!r}) must be a finite number of at least 1: 1 is a linear map, 2 the usual "
             "choice, larger values press harder for alignment."
@@ -36,11 +38,11 @@ def check_transform(b: float, max_out: int, scale: float, eps: float = 0.0) -> N
             f"`max_out` (={max_out!r}) must be an integer of at least 1: 1 for no MaxOut, 2 as in "
             "the paper."
         )
-    if not (isinstance(scale, int | float) and 0 < scale < math.inf):
+    if not (isinstance(scale, Real) and 0 < scale < math.inf):
         raise ValueError(
             f"`scale` (={scale!r}) must be a positive finite number: 1.0 changes nothing."
         )
-    if not (isinstance(eps, int | float) and 0 <= eps < math.inf):
+    if not (isinstance(eps, Real) and 0 <= eps < math.inf):
         raise ValueError(
             f"`eps` (={eps!r}) must be a finite number of at least 0: 0 for the transform itself, "
             "1e-6 for networks that were trained with it."

@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = ["Explanation"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors know no one answer
 class Explanation:
     """What `explain` found, for N images and K targets each: outputs = W(x)·x + bias + residual.
 

@@ -43,7 +43,7 @@ class BcosLayer(nn.Module):
                 "would no longer be W(x)·x."
             )
         self.b = float(b)
-        self.max_out = max_out
+        self.max_out = int(max_out)
         self.scale = float(scale)
         self.eps = float(eps)
         self.register_parameter("bias", None)
@@ -86,11 +86,10 @@ class BcosLinear(BcosLayer):
     ) -> None:
         super().__init__(bias, b, max_out, scale, eps)
         _check_counts(in_features=in_features, out_features=out_features)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.weight = nn.Parameter(
-            torch.empty(out_features * max_out, in_features, device=device, dtype=dtype)
-        )
+        self.in_features = int(in_features)
+        self.out_features = int(out_features)
+        shape = (self.out_features * self.max_out, self.in_features)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
 
     def forward(self, input: Tensor) -> Tensor:
@@ -132,16 +131,17 @@ class _BcosConv(BcosLayer):
         _check_counts(in_channels=in_channels, out_channels=out_channels)
         check_groups(groups, in_channels, out_channels)
         check_padding_mode(padding_mode)
-        self.in_channels = in_channels
-        self.out_channels = out_channels
+        self.in_channels = int(in_channels)
+        self.out_channels = int(out_channels)
         self.kernel_size = int_tuple("kernel_size", kernel_size, self.dims, minimum=1)
         self.stride = int_tuple("stride", stride, self.dims, minimum=1)
         self.dilation = int_tuple("dilation", dilation, self.dims, minimum=1)
         pairs = padding_pairs(padding, self.kernel_size, self.stride, self.dilation)
         self.padding = padding if isinstance(padding, str) else tuple(before for before, _ in pairs)
-        self.groups = groups
+        self.groups = int(groups)
         self.padding_mode = padding_mode
-        shape = (out_channels * max_out, in_channels // groups, *self.kernel_size)
+        rows, columns = self.out_channels * self.max_out, self.in_channels // self.groups
+        shape = (rows, columns, *self.kernel_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -177,7 +177,11 @@ class _BcosConv(BcosLayer):
 
 
 class BcosConv1d(_BcosConv):
-    """B-cos in place of `nn.Conv1d`; see `BcosConv2d`."""
+    """B-cos in place of `nn.Conv1d`; see `BcosConv2d`.
+
+    >>> BcosConv1d(6, 16, 5, padding=2, b=2.0, max_out=2)(torch.rand(1, 6, 50)).shape
+    torch.Size([1, 16, 50])
+    """
 
     dims = 1
     function = staticmethod(functional.bcos_conv1d)
@@ -198,7 +202,11 @@ class BcosConv2d(_BcosConv):
 
 
 class BcosConv3d(_BcosConv):
-    """B-cos in place of `nn.Conv3d`; see `BcosConv2d`."""
+    """B-cos in place of `nn.Conv3d`; see `BcosConv2d`.
+
+    >>> BcosConv3d(2, 8, 3, stride=2, b=2.0)(torch.rand(1, 2, 9, 9, 9)).shape
+    torch.Size([1, 8, 4, 4, 4])
+    """
 
     dims = 3
     function = staticmethod(functional.bcos_conv3d)

@@ -80,6 +80,8 @@ def _masks(attributions: Tensor, truth: Tensor) -> Tensor:
         raise ValueError(
             f"`attributions` (shape {tuple(attributions.shape)}) must be [N, K, H, W]."
         )
+    if not bool(torch.isfinite(attributions).all()):
+        raise ValueError("`attributions` hold values that are not finite: leave such maps out.")
     size = (attributions.shape[-2], attributions.shape[-1])
     truth = truth.to(attributions.device)
     masks = box_masks(truth, size) if truth.dim() == 2 else truth.bool()

@@ -88,7 +88,8 @@ class explanation_mode(ContextDecorator):  # noqa: N801 (a function to those who
     Every factor that depends on the input and multiplies a signal (|cos|^(b-1), the deviation a
     norm divides by) is held constant in the backward pass of whatever is computed here. Values do
     not change, no module is touched, and the mode is local to the thread or task that entered it.
-    Enter it outside of a compiled function, not within.
+    Enter it outside of a compiled function, not within. Where a part is checkpointed, it is run
+    again for its gradients, which must then be taken inside the context too.
 
     >>> import torchbcos
     >>> x = torch.tensor([[3.0, 4.0]], requires_grad=True)
@@ -133,7 +134,13 @@ def hold(factor: Tensor) -> Tensor:
     if tape is None:
         return factor.detach()
     if tape.replayed is not None:
-        return next(tape.replayed)
+        recorded = next(tape.replayed, None)
+        if recorded is None:
+            raise RuntimeError(
+                "a part of the network ran again in the backward pass, as with checkpointing, and "
+                "its factors are held no more: explain it without."
+            )
+        return recorded
     tape.factors.append(factor)
     return factor
 

@@ -72,6 +72,8 @@ class BcosModel(nn.Module):
         self.network = network
         self.in_channels = in_channels
         self.input_size = input_size
+        if isinstance(classes, str):
+            raise TypeError(f"`classes` (={classes!r}) must be a list of names, not one name.")
         self.num_classes = num_classes if classes is None else len(classes)
         if num_classes is not None and num_classes != self.num_classes:
             raise ValueError(
@@ -267,6 +269,9 @@ def create_model(
     ):
         if value is not None and (not is_int(value) or value < 1):
             raise ValueError(f"`{argument}` (={value!r}) must be an integer of at least 1.")
+    num_classes = None if num_classes is None else int(num_classes)
+    if "in_channels" in options:
+        options["in_channels"] = int(options["in_channels"])
     if classes is not None and num_classes is None:
         num_classes = len(classes)
     if num_classes is None:

@@ -56,6 +56,8 @@ def removal_curve(
             f"`attributions` (shape {tuple(attributions.shape)}) must be "
             f"{(*subject.targets.shape, *images.shape[-2:])}: a map for each image and target."
         )
+    if not bool(torch.isfinite(attributions).all()):
+        raise ValueError("`attributions` hold values that are not finite: leave such maps out.")
     blank = torch.as_tensor(fill, dtype=subject.x.dtype, device=subject.x.device)
     blank = blank.expand_as(subject.x)
     counts = torch.linspace(0, pixels, steps + 1, device=images.device).round()  # [S]

@@ -59,9 +59,7 @@ def colour(
             f"`e` has weights of {weights.shape[2]} channels, which are no colours: pictures need "
             "encoded grey (2) or colour (6) images; use render.contributions."
         )
-    # Colours and opacity are relative, but squares of small or large weights are no numbers.
-    largest = weights.abs().amax((2, 3, 4), keepdim=True)
-    weights = (weights / torch.where(largest > 0, largest, 1)).float()
+    weights = _relative(weights, (2, 3, 4))  # as colours and opacity are
     rgb = decode(weights).expand(-1, -1, 3, -1, -1)
     length = torch.linalg.vector_norm(weights, dim=2)  # [N, K, H, W]
     contribution = e.contributions.detach().cpu()
@@ -112,7 +110,7 @@ def signed(
     >>> signed(torch.tensor([[0.0, 2.0], [-2.0, 0.0]]), percentile=100).tolist()
     [[[255, 255, 255], [214, 39, 40]], [[31, 90, 180], [255, 255, 255]]]
     """
-    values = values.detach().float().cpu()
+    values = _relative(values.detach().cpu(), (-2, -1))
     v = (values / _percentile(values.abs(), percentile)).clamp(-1, 1).unsqueeze(-1)
     end = torch.where(v > 0, torch.tensor(positive), torch.tensor(negative)) / 255
     return _bytes(1 + v.abs() * (end - 1))
@@ -222,6 +220,12 @@ def target_name(e: Explanation, image: int, target: int, names: Sequence[str] | 
     if e.layer is not None:
         return f"{e.layer} unit {index}" if index >= 0 else e.layer
     return names[index] if names is not None else f"class {index}"
+
+
+def _relative(values: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Each map over its largest value: squares of very small or large ones are no numbers."""
+    largest = values.abs().amax(dims, keepdim=True)
+    return (values / torch.where(largest > 0, largest, 1)).float()
 
 
 def _percentile(values: Tensor, percentile: float) -> Tensor:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from torchbcos._arguments import is_int
 from torchbcos.augment import AUGMENTATIONS
 
 __all__ = ["TrainConfig"]
@@ -170,22 +169,27 @@ class TrainConfig:
         return self.lr_end + (self.lr - self.lr_end) * left
 
 
+def _is_int(value: object) -> bool:
+    """One that JSON can hold."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _is_number(value: object) -> bool:
-    return is_int(value) or isinstance(value, float)
+    return _is_int(value) or isinstance(value, float)
 
 
 #: For each type of a setting: does a value fit, and how to say what would.
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "<class 'str'>": (lambda v: isinstance(v, str), "a text"),
     "<class 'bool'>": (lambda v: isinstance(v, bool), "true or false"),
-    "<class 'int'>": (is_int, "a whole number"),
+    "<class 'int'>": (_is_int, "a whole number"),
     "<class 'float'>": (_is_number, "a number"),
     "tuple[float, ...]": (
         lambda v: isinstance(v, tuple) and all(map(_is_number, v)),
         "a list of numbers",
     ),
     "tuple[int, ...]": (
-        lambda v: isinstance(v, tuple) and all(map(is_int, v)),
+        lambda v: isinstance(v, tuple) and all(map(_is_int, v)),
         "a list of whole numbers",
     ),
     "tuple[str, ...]": (

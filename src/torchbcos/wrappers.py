@@ -42,7 +42,12 @@ def bcos_within(model: nn.Module) -> BcosModel:
 
 
 def check_together(model: nn.Module, images: Tensor) -> None:
-    """Refuse images on another device than the model's."""
+    """Refuse images on another device than the model's, and weights in shards."""
+    if any(hasattr(p, "full_tensor") for p in model.parameters()):
+        raise ValueError(
+            "`model` has weights that FSDP keeps in shards, which only its forward pass brings "
+            "together: load its whole weights into a model of its own."
+        )
     where = next((p.device for p in model.parameters()), images.device)
     if images.device != where:
         raise ValueError(
