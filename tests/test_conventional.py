@@ -57,9 +57,19 @@ def test_it_is_saved_and_loaded(tmp_path):
 def test_it_learns_in_the_same_loop(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "open_data", lambda *_, **__: few_shapes())
     settings = config(arch="conventional/mini", options={"width": 8}, epochs=30, augment=())
-    model = train.train(settings, tmp_path, console=QUIET, pictures=15)
+    model = train.train(settings, tmp_path, console=QUIET)
     assert model.provenance["metrics"]["train_accuracy"] > 0.9
-    assert not list(tmp_path.glob("*.png"))  # it has no explanations to draw
+
+
+def test_pictures_of_its_explanations_are_refused_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "open_data", lambda *_, **__: few_shapes())
+    model = tb.create_model("conventional/mini", classes=("x", "y"), width=8)
+    tb.save(model, tmp_path / "m.safetensors")
+    new = {"arch": "conventional/mini", "options": {"width": 8}}
+    for settings in (new, {"start_from": str(tmp_path / "m.safetensors")}):
+        with pytest.raises(ValueError, match=r"`pictures` .* must be 0 for a conventional network"):
+            train.train(config(**settings), tmp_path / "run", console=QUIET, pictures=5)
+    assert not list((tmp_path / "run").iterdir())
 
 
 @pytest.mark.parametrize("argument", [{"b": 1.5}, {"max_out": 1}, {"preset": "paper"}])

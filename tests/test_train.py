@@ -196,13 +196,9 @@ def test_two_trainings_do_not_share_a_folder(little_data, tmp_path, monkeypatch)
     monkeypatch.undo()
 
 
-def test_pictures_follow_the_tests_and_need_a_bcos_network(little_data, tmp_path):
+def test_pictures_follow_the_tests(little_data, tmp_path):
     train.train(config(epochs=4, test_every=3), tmp_path, console=QUIET, pictures=2)
     assert sorted(p.name for p in tmp_path.glob("*.png")) == ["epoch-003.png", "epoch-004.png"]
-    conventional = config(arch="conventional/mini", options={}, epochs=1)
-    with pytest.raises(ValueError, match=r"`pictures` \(=1\) must be 0 for conventional/mini"):
-        train.train(conventional, tmp_path / "c", console=QUIET, pictures=1)
-    assert not (tmp_path / "c").exists()
 
 
 def test_a_training_is_not_overwritten(little_data, tmp_path):
@@ -232,7 +228,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_cost_the_epoch(little_data, tmp
     def fail(*_):
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(train._Run, "_draw", fail)
+    monkeypatch.setattr(train, "draw", fail)
     with pytest.raises(RuntimeError, match="on purpose"):
         train.train(config(epochs=1), tmp_path, console=QUIET, pictures=1)
     monkeypatch.undo()

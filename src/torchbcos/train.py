@@ -22,12 +22,13 @@ from torchbcos.evaluate import tally
 from torchbcos.finetune import freeze_all_but_the_head, with_new_head
 from torchbcos.interrupt import told_to_end
 from torchbcos.loss import bce
-from torchbcos.models import BcosModel, ConventionalModel, create_model, in_mode
+from torchbcos.models import BcosModel, ConventionalModel, create_model
 from torchbcos.ops.aside import weight_gradients_aside
 from torchbcos.optimiser import clip_adaptively, make_optimiser, set_rate, set_weight_rms
 from torchbcos.processes import make_fabric, naming_lost_processes
 from torchbcos.progress import Journal, Progress
 from torchbcos.training_config import TrainConfig
+from torchbcos.training_pictures import draw
 from torchbcos.training_state import (
     MODEL,
     STATE,
@@ -60,10 +61,6 @@ def train(
     after the next test; `workers` processes decode images that are streamed.
     """
     out = Path(out)
-    if pictures and config.arch.startswith("conventional/"):
-        raise ValueError(
-            f"`pictures` (={pictures}) must be 0 for {config.arch}, which has no W(x) to draw."
-        )
     if resume:
         check_same(out / STATE, config)
     else:
@@ -77,6 +74,11 @@ def train(
     fast = cuda_settings(tf32=config.tf32, benchmark=True)
     with naming_lost_processes(fabric, out), mine, fast:
         run = _Run(config, out, fabric, console or Console(stderr=True), workers)
+        if pictures and isinstance(run.state.model, ConventionalModel):
+            raise ValueError(
+                f"`pictures` (={pictures}) must be 0 for a conventional network, which has no W(x) "
+                "to draw."
+            )
         if resume:
             run.load_state()
         run.begin()
@@ -346,18 +348,7 @@ class _Run:
             with state.averaged_weights():
                 model = self._whole_model()
                 if self.fabric.is_global_zero:
-                    self._draw(model, epoch)
-
-    def _draw(self, model: BcosModel, epoch: int) -> None:
-        from torchbcos.explain import explain
-        from torchbcos.render import figure
-
-        every = max(1, len(self.data.test) // 6)
-        chosen = torch.arange(0, len(self.data.test), every)[:6]
-        images, labels = (t.to(self.fabric.device) for t in self.data.test.batch(chosen))
-        with in_mode(model, training=False):
-            drawn = figure(images, explain(model, images, labels))
-        drawn.savefig(self.out / f"epoch-{epoch:03d}.png", dpi=80)
+                    draw(model, self.data.test, self.out / f"epoch-{epoch:03d}.png")
 
     # What is left on disk.
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 from torchbcos import functional
@@ -22,6 +21,7 @@ from torchbcos.convert.combinations import (
     selection,
     sum_of_two,
 )
+from torchbcos.convert.pools import adaptive_max_pool, average_pool, max_pool
 from torchbcos.convert.products import (
     attention,
     attention_module,
@@ -37,7 +37,6 @@ from torchbcos.convert.tracers import class_key, is_auxiliary
 from torchbcos.convert.twins import (
     ATTENTION,
     SHIFTED_WINDOWS,
-    average_pool,
     bcos_convolution,
     bcos_linear,
     bcos_upsampling,
@@ -258,48 +257,6 @@ def _functional_norm(r: Rewriter, node: fx.Node, _: Any) -> Value:
     return r.joined(node)
 
 
-def _max_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
-    r.doubt_unless_images_lead(node.all_input_nodes[0])
-    if module is not None:
-        new = average_pool(module)
-        if new is None:
-            return r.as_factor(node)
-        r.put_module(node, new)
-        return r.joined(node)
-    names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    if given.pop("dilation", 1) not in (1, [1, 1], (1, 1)) or given.pop("return_indices", False):
-        return r.as_factor(node)
-    name = f"avg_pool{name_of(node)[-2:]}"
-    average = getattr(functional, name, None) or getattr(F, name)
-    r.put_function(node, average, (given.pop("input"),), "average pool")
-    node.kwargs = given
-    return r.joined(node)
-
-
-def _adaptive_max_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
-    if module is not None:
-        return _max_pool(r, node, module)
-    r.doubt_unless_images_lead(node.all_input_nodes[0])
-    names = ("input", "output_size", "return_indices")
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    if given.get("return_indices"):
-        return r.as_factor(node)
-    average = getattr(F, f"adaptive_avg_pool{name_of(node)[-2:]}")
-    r.put_function(node, average, (given["input"], given["output_size"]), "average pool")
-    return r.joined(node)
-
-
-def _average_pool(r: Rewriter, node: fx.Node, module: Any) -> Value:
-    if type(module) is not nn.AvgPool2d:
-        return r.keep_over_places(node)
-    new = average_pool(module)
-    assert new is not None
-    r.doubt_unless_images_lead(node.all_input_nodes[0])
-    r.put_module(node, new, "kept")
-    return r.joined(node)
-
-
 def _clamp(r: Rewriter, node: fx.Node, _: Any) -> Value:
     """An activation, unless it keeps a divisor or another factor within bounds."""
     value = r.value(node.args[0])
@@ -348,8 +305,8 @@ _NAMED: dict[str, Rule] = _table(
     (["matmul", "bmm", "mm"], matrix_product),
     (["einsum"], product_by_indices),
     (["scaleddotproductattention"], attention),
-    (["maxpool1d", "maxpool2d", "maxpool3d"], _max_pool),
-    (["adaptivemaxpool1d", "adaptivemaxpool2d", "adaptivemaxpool3d"], _adaptive_max_pool),
+    (["maxpool1d", "maxpool2d", "maxpool3d"], max_pool),
+    (["adaptivemaxpool1d", "adaptivemaxpool2d", "adaptivemaxpool3d"], adaptive_max_pool),
     (["conv1d", "conv2d", "conv3d", "linear"], _functional_layer),
     (["pad"], _pad),
     (["clamp", "clip", "clampmin", "clampmax"], _clamp),
@@ -390,11 +347,11 @@ def rule_for(node: fx.Node, module: nn.Module | None) -> Rule:
     if is_auxiliary(module):
         return _auxiliary
     if isinstance(module, nn.modules.pooling._MaxPoolNd):
-        return _max_pool
+        return max_pool
     if isinstance(module, nn.modules.pooling._AdaptiveMaxPoolNd):
-        return _adaptive_max_pool
+        return adaptive_max_pool
     if isinstance(module, nn.AvgPool2d):
-        return _average_pool
+        return average_pool
     if isinstance(module, nn.modules.padding._ConstantPadNd):
         return _unknown if module.value else _keep_over_places
     if key in OVER_PLACES:
