@@ -1,5 +1,6 @@
 """Training on a GPU: the captured step, the watch that never waits, and streams."""
 
+import gc
 import math
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from torchbcos import train
 from torchbcos._cuda import cuda_settings
 from torchbcos.augment import AUGMENTATIONS
 from torchbcos.batches import Batches
-from torchbcos.captured import capture
+from torchbcos.captured import as_graph, capture
 from torchbcos.data import open_data
 
 pytestmark = [
@@ -136,6 +137,24 @@ def test_streamed_batches_are_those_in_memory(tmp_path):
         assert x.is_cuda
         assert torch.equal(x, y)
         assert torch.equal(labels, other)
+
+
+def test_a_graph_that_is_garbage_does_not_disturb_a_capture():
+    x = torch.ones(4, device="cuda")
+    old = [as_graph(torch.neg, x)]
+    old.append(old)  # what only itself refers to waits for a collection
+
+    def function(x):
+        nonlocal old
+        if torch.cuda.is_current_stream_capturing():
+            old = None
+            if gc.isenabled():  # then it may happen anywhere
+                gc.collect()
+        return 2 * x
+
+    double = as_graph(function, x)
+    assert gc.isenabled()
+    assert double(torch.full_like(x, 3)).tolist() == [6] * 4
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from itertools import zip_longest
 from typing import TypeVar
@@ -52,7 +54,7 @@ def as_graph(function: Callable[..., T], *inputs: Tensor) -> Callable[..., T]:
             function(*inputs)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with _without_collection(), torch.cuda.graph(graph):
         result = function(*inputs)
 
     @wraps(function)  # and keep it: the graph reads what belongs to it
@@ -63,3 +65,17 @@ def as_graph(function: Callable[..., T], *inputs: Tensor) -> Callable[..., T]:
         return result
 
     return replay
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage is collected meanwhile: another graph may be among it, as that of a training that
+    has ended, and a capture fails when one is destroyed.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
