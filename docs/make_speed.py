@@ -72,20 +72,24 @@ out: where Python is slower than the device, an eager step waits for it. A captu
 HOST = """\
 ## Eager steps
 
-An eager step depends on the host. ResNet-34's, with one unit, was measured three times by runs that
-profile after all times, on hosts of unlike speed: 10.8 ms (commit bc1579c, 1.01 of the floor's
-10.7), 14.2 ms (ee9dc3c, 1.34 of 10.6) and 16.7 ms (392f917, 1.56 of 10.7), with 10.3 to 10.4 ms of
-kernels each time, less than the floor's. The tables have the third run; the others are no longer in
-the file, only in its history in git. On the third run's host Python needed this long to launch the
-steps, measured with images too small to keep the device busy (`python benchmarks/launches.py`,
+An eager step depends on the host. ResNet-34's, with one unit, was measured four times by runs that
+profile after all times, on hosts of unlike speed. The tables have the last (commit 126f4ee), whose
+groups have at least twenty steps: 10.9 ms, 1.02 of the floor's 10.7, and the conventional network
+15.4. The others are only in the file's history in git: 10.8 ms (bc1579c, 1.01 of the floor's),
+14.2 ms (ee9dc3c, 1.34) and 16.7 ms (392f917, 1.56). All had 10.3 to 10.4 ms of kernels, less than
+the floor, so what is beyond is the host's. A part may be the measurement's: the last of these three
+waited for the device after every two steps, which a training does not.
+
+The host may change from step to step: on one more, in a profile of which no file was kept, three rounds of
+twenty steps took 12.3, 12.0 and 10.7 ms, the floor 10.5 in each. Launching steps, with images too
+small to keep the device busy, took Python there 6.8 ms for ours, 7.2 for the conventional network
+and 3.2 for the floor. On the host of 392f917 it was (`python benchmarks/launches.py`,
 `results/launches_gpu.json`):
 """
 AFTER_HOST = """\
-So launches alone, 11.0 ms, are more than the kernels' 10.4, and the step takes longer than either.
-Why is not established. A part may be the measurement: the third run waited for the device after
-every two steps, which a training does not; `bench` takes at least twenty since, and was not run
-again. Of the 203 kernels that a step adds to the convolutions (counted once; no file was kept), 74
-are small: they make unit rows of weights or their gradients.
+There the launches alone, 11.0 ms, are more than the kernels' 10.4. Of the 203 kernels that a step
+adds to the convolutions (counted once; no file was kept), 74 are small: they make unit rows of
+weights or their gradients.
 """
 RUN = (
     "- `{command}` on one {device}: {dtype}, {format}, torch {torch}, Triton {triton}, "
