@@ -425,6 +425,45 @@ def test_functional_norms_are_kept_like_modules(kind):
     assert "Norm" not in str(plain.network)
 
 
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (lambda net, x: F.layer_norm(x, x.shape[1:]), "UncentredGroupNorm"),
+        (lambda net, x: F.layer_norm(x, x.size()[1:], eps=1e-3), "UncentredGroupNorm"),
+        (lambda net, x: F.layer_norm(x.mT, [x.size(2)]).mT, "UncentredLayerNorm"),
+        (lambda net, x: F.rms_norm(x, x.shape[-1:]), "RMSNorm"),
+        (lambda net, x: F.group_norm(x, x.shape[1] // 2), "UncentredGroupNorm"),
+        (
+            lambda net, x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False),
+            "UncentredBatchNorm2d",
+        ),
+    ],
+)
+def test_functional_norms_over_sizes_that_the_code_asks_for(body, kind):
+    model = convert(Net(body), norm="uncentred")
+    (norm,) = [m for m in model.network.modules() if "Norm" in type(m).__name__]
+    assert type(norm).__name__ == kind
+    assert norm.weight is None
+    assert_complete(model)
+
+
+def test_a_norm_over_all_of_a_map_takes_maps_of_any_size():
+    model = convert(Net(lambda net, x: F.layer_norm(x, x.shape[1:])), norm="uncentred")
+    (norm,) = [m for m in model.network.modules() if "Norm" in type(m).__name__]
+    x = random(2, WIDTH, 5, 7).double()
+    assert_agrees(norm(x), x / (x.var((1, 2, 3), correction=0, keepdim=True) + 1e-5).sqrt())
+    assert_complete(model, images(size=SIZE + 4))
+
+
+def test_functional_norms_are_of_the_type_and_on_the_device_of_the_network():
+    net = Net(lambda net, x: F.batch_norm(x, None, None, net.p, training=True), p=random(WIDTH))
+    model = tb.convert(net.to("meta", torch.float64), norm="uncentred", input_size=SIZE)
+    assert all(t.is_meta for t in itertools.chain(model.parameters(), model.buffers()))
+    assert {t.dtype for t in model.state_dict().values()} <= {torch.float64, torch.int64}
+    (norm,) = [m for m in model.network.modules() if "Norm" in type(m).__name__]
+    assert norm.weight is not None
+
+
 class LayerNorm2d(nn.Module):
     """As many networks have one of their own."""
 

@@ -23,7 +23,9 @@ from test_convert import (
     images,
     random,
 )
+from torchbcos.convert import convert_lazily
 from torchbcos.convert.trace import BATCH
+from torchbcos.convert.tracers import same_way
 
 # Code that asks for sizes is followed.
 
@@ -713,14 +715,26 @@ def test_channels_of_the_image_that_are_taken_apart_are_refused(take):
         convert(Whole(take, part=nn.Conv2d(1, 4, 3)))
 
 
-def test_groups_of_the_first_layer_have_both_channels_of_a_colour():
-    model = convert(Whole(lambda net, x: net.part(x), part=nn.Conv2d(3, 6, 3, groups=3))).float()
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        (lambda net, x: net.part(x), nn.Conv2d(3, 6, 3, groups=3)),
+        (
+            lambda net, x: F.conv2d(weight=net.part, input=x, groups=3),
+            nn.Parameter(torch.rand(6, 1, 3, 3)),
+        ),
+    ],
+    ids=["module", "function"],
+)
+def test_groups_of_the_first_layer_have_both_channels_of_a_colour(body, part):
+    model = convert(Whole(body, part=part)).float()
     x = images().float()
     other = x.clone()
     other[:, 1] = 1 - other[:, 1]
     same = (model(x) == model(other)).all(0).flatten(1).all(1)
     assert same.tolist() == [True, True, False, False, True, True]
-    weights = model.network.part.weight
+    (layer,) = dict(model.bcos_layers()).values()
+    weights = layer.weight
     assert weights.shape[1] == 2
     with torch.no_grad():  # they see g and 1 - g, and no other
         out = tb.encoding.encode(x)[:, [1, 4]]
@@ -749,6 +763,51 @@ def test_where_and_how_it_is_computed_is_no_reason_to_compute_otherwise():
         expected.sum().backward()
 
 
+@pytest.mark.parametrize(
+    ("question", "asked"),
+    [
+        (lambda x: x.stride(1) > SIZE**2, ["size"]),
+        (lambda x: x[0].numel() > WIDTH * SIZE**2, ["size"]),
+        (lambda x: x.shape[-1] > SIZE, ["size"]),
+        (lambda x: x.dim() == 3, ["size"]),
+        (lambda x: x.dtype == torch.bfloat16, ["dtype"]),
+        (lambda x: x.requires_grad, []),
+        (lambda x: x.device.type == "meta", []),
+    ],
+)
+def test_what_a_question_is_about_does_not_depend_on_what_was_asked_before(question, asked):
+    def forward(net, x):
+        x = x.view(x.size(0), WIDTH, x.size(2), x.size(3))
+        x = x + torch.zeros(1, device=x.device, dtype=x.dtype)
+        return 2 * x if question(x) else x
+
+    model = convert(Net(forward))
+    nodes = model.network.graph.nodes
+    assert [n.args[3] for n in nodes if n.target is same_way] == asked
+    if asked == ["size"] and question(torch.empty(1, WIDTH, 2 * SIZE, 2 * SIZE)):
+        with pytest.raises(ValueError, match="images of another size"):
+            model(images(size=2 * SIZE))
+
+
+def test_networks_that_ask_where_they_are_are_not_converted_on_the_meta_device():
+    def forward(net, x):
+        return net.added(x) if x.device.type == "meta" else x
+
+    conversion = convert_lazily(lambda: Net(forward, added=conv1x1()), {"size": SIZE})
+    assert "added" not in {name for name, _ in conversion.network.named_modules()}
+
+
+def test_weights_stay_shared_in_networks_by_name():
+    def tied():
+        first, second = conv1x1(), conv1x1()
+        second.weight = first.weight
+        return Net(lambda net, x: net.second(net.first(x)), first=first, second=second)
+
+    network = convert_lazily(tied, {"size": SIZE}).network
+    assert network.first.weight is network.second.weight
+    assert not network.first.weight.is_meta
+
+
 def test_a_type_for_which_the_code_does_otherwise_is_named():
     model = asks(lambda x: x.dtype == torch.bfloat16)
     model(images().float())
@@ -763,3 +822,24 @@ def test_outputs_are_counted_where_code_cannot_be_traced():
     model = convert(Net(by_length))
     assert "without tracing" in model.report.note
     assert (model.num_classes, model.logit_bias) == (5, -math.log(4))
+
+
+def by_values(net, x):
+    """Code that decides by the values."""
+    return net.second(net.first(x)) if x.sum() > -1e9 else x
+
+
+def test_layers_share_weights_where_code_cannot_be_traced():
+    first, second = conv1x1(), conv1x1()
+    second.weight = first.weight
+    model = convert(Net(by_values, first=first, second=second))
+    assert "without tracing" in model.report.note
+    assert model.network.first.weight is model.network.second.weight
+
+
+def test_groups_of_a_first_layer_are_refused_where_code_cannot_be_traced():
+    def first(net, x):
+        return net.stem(x).mean((2, 3)) if x.sum() > -1e9 else x
+
+    with pytest.raises(ValueError, match=r"first convolution has groups, which would part r"):
+        convert(Whole(first, stem=nn.Conv2d(3, 6, 3, groups=3)))

@@ -31,7 +31,7 @@ from torchbcos.convert.trace import (
     shapes,
     trace,
 )
-from torchbcos.convert.tracers import is_auxiliary, is_followed
+from torchbcos.convert.tracers import goes_by_device, is_auxiliary, is_followed
 
 __all__ = ["Change", "Conversion", "Report", "convert_lazily", "convert_network"]
 
@@ -103,12 +103,18 @@ def convert_lazily(build: Callable[[], nn.Module], options: dict[str, Any]) -> C
             conversion = convert_network(build(), **options)
     except (NotImplementedError, RuntimeError):  # its constructor computes with tensors
         return convert_network(build(), **options)
-    graph = getattr(conversion.network, "graph", None)
-    went_by_device = graph is not None and is_followed(graph)  # it may ask whether that is "meta"
-    if went_by_device or not all(map(_remakes_itself, conversion.network.modules())):
+    network = conversion.network
+    graphs = [m.graph for m in network.modules() if isinstance(m, fx.GraphModule)]
+    every = len(list(network.named_parameters(remove_duplicate=False)))
+    shares = every > len(list(network.parameters()))
+    if (
+        shares
+        or any(map(goes_by_device, graphs))
+        or not all(map(_remakes_itself, network.modules()))
+    ):
         return convert_network(build(), **options)
-    conversion.network.to_empty(device=torch.get_default_device())
-    for module in conversion.network.modules():
+    network.to_empty(device=torch.get_default_device())
+    for module in network.modules():
         reset = getattr(module, "reset_parameters", None)
         if reset is not None:
             reset()

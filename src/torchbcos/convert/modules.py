@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchbcos.convert.report import Change, Report
-from torchbcos.convert.rewriter import Options
+from torchbcos.convert.rewriter import Options, share_weight
 from torchbcos.convert.rules import ACTIVATIONS, DROPOUTS, NORM_NAMES, NORMS
 from torchbcos.convert.tracers import class_key
 from torchbcos.convert.twins import (
@@ -43,6 +43,7 @@ def replace_modules(
     changes: list[Change] = []
     widen = 2  # the first layer sees the encoded image
     twins: dict[nn.Module, nn.Module | None] = {}
+    weights: dict[Tensor, Tensor] = {}
     whole: tuple[str, ...] = ()  # modules replaced with all that is in them
     for name, old in list(network.named_modules(remove_duplicate=False)):
         if name.startswith(whole):
@@ -54,6 +55,8 @@ def replace_modules(
             continue
         if isinstance(old, nn.modules.conv._ConvNd | nn.Linear):
             widen = 1
+        if isinstance(new, BcosLayer):
+            share_weight(weights, old, new)
         whole = (*whole, f"{name}.")
         parent, _, child = name.rpartition(".")
         setattr(network.get_submodule(parent), child, new)
@@ -70,6 +73,8 @@ def replace_modules(
 
 def _twin(old: nn.Module, widen: int, options: Options) -> nn.Module | None:
     key = class_key(old)
+    if widen > 1 and isinstance(old, nn.modules.conv._ConvNd) and old.groups > 1:
+        raise ValueError("its first convolution has groups, which would part r from 1 - r")
     attention = attention_twin(old, options.b, options.max_out, bool(options.norm))
     if attention is not None:
         return attention

@@ -34,6 +34,7 @@ __all__ = [
     "Value",
     "assigned",
     "name_of",
+    "share_weight",
 ]
 
 
@@ -251,11 +252,8 @@ class Rewriter:
         self.gm.add_submodule(name, module)
 
     def put_layer(self, node: fx.Node, old: Any, new: Any) -> None:
-        """Layers that shared a weight share that of their twins, if it has one shape."""
         self.put_module(node, new)
-        shared = self._weights.setdefault(old.weight, new.weight)
-        if shared.shape == new.weight.shape:
-            new.weight = shared
+        share_weight(self._weights, old, new)
 
     def put_function(
         self, node: fx.Node, function: Callable[..., Any], args: tuple[Any, ...], became: str
@@ -314,6 +312,13 @@ def _hand_on(old: fx.Node, new: fx.Node, within: tuple[str, ...] | None = None) 
         if moved:
             old.meta[mark] = tuple(name for name in names if name not in moved)
             new.meta[mark] = (*new.meta.get(mark, ()), *moved)
+
+
+def share_weight(weights: dict[Tensor, Tensor], old: Any, new: Any) -> None:
+    """Layers that shared a weight share that of their twins, if it has one shape."""
+    shared = weights.setdefault(old.weight, new.weight)
+    if shared.shape == new.weight.shape:
+        new.weight = shared
 
 
 def assigned(x: Tensor, place: Any, value: Any) -> Tensor:

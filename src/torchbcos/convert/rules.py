@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_arg
 
 from torchbcos import functional
 from torchbcos.convert.combinations import (
@@ -40,6 +41,7 @@ from torchbcos.convert.twins import (
     bcos_convolution,
     bcos_linear,
     bcos_upsampling,
+    device_and_dtype,
     functional_norm,
     functional_twin,
     uncentred_norm,
@@ -142,7 +144,7 @@ def _layer(r: Rewriter, node: fx.Node, module: Any) -> Value:
     value = r.joined(node)
     r.doubt_unless_images_lead(node.all_input_nodes[0])
     if value.raw and getattr(module, "groups", 1) > 1:
-        _pair_channels(r, node, module.in_channels)
+        _pair_channels(r, node, node.all_input_nodes[0], module.in_channels)
     how = (2 if value.raw else 1, r.options.b, r.options.max_out)
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
         upsampling = bcos_upsampling(module, *how)
@@ -155,11 +157,11 @@ def _layer(r: Rewriter, node: fx.Node, module: Any) -> Value:
     return replace(value, raw=False)
 
 
-def _pair_channels(r: Rewriter, node: fx.Node, channels: int) -> None:
+def _pair_channels(r: Rewriter, node: fx.Node, x: fx.Node, channels: int) -> None:
     """[r, g, b, 1-r, 1-g, 1-b] as [r, 1-r, g, 1-g, b, 1-b], for groups of channels."""
-    apart = r.insert(node, torch.unflatten, node.all_input_nodes[0], 1, (2, channels))
+    apart = r.insert(node, torch.unflatten, x, 1, (2, channels))
     paired = r.insert(node, torch.transpose, apart, 1, 2)
-    node.replace_input_with(node.all_input_nodes[0], r.insert(node, torch.flatten, paired, 1, 2))
+    node.replace_input_with(x, r.insert(node, torch.flatten, paired, 1, 2))
 
 
 def _functional_layer(r: Rewriter, node: fx.Node, _: Any) -> Value:
@@ -168,7 +170,7 @@ def _functional_layer(r: Rewriter, node: fx.Node, _: Any) -> Value:
     if not isinstance(weight, fx.Node) or r.value(weight).kind is not Kind.CONSTANT:
         return r.as_factor(node)
     name = name_of(node)
-    given = dict(zip(_CONV_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+    given: dict[str, Any] = dict(zip(_CONV_ARGUMENTS, node.args, strict=False)) | node.kwargs
     bias = given.pop("bias", None)
     if not _is_learned(r, weight):
         return _fixed_filter(r, node, given, bias)
@@ -181,6 +183,8 @@ def _functional_layer(r: Rewriter, node: fx.Node, _: Any) -> Value:
         layer = functional_twin(name, parameter, given, widen, r.options.b, r.options.max_out)
         node.op, node.target = "call_module", f"{weight.target}_layer"
         node.args, node.kwargs = (given["input"],), {}
+        if value.raw and given.get("groups", 1) > 1:
+            _pair_channels(r, node, given["input"], parameter.shape[1] * given["groups"])
         r.gm.add_submodule(node.target, layer)
         r.put_module(node, layer)
         return replace(value, raw=False)
@@ -246,7 +250,14 @@ def _functional_norm(r: Rewriter, node: fx.Node, _: Any) -> Value:
     if not r.options.norm:
         return r.remove(node)
     x = node.all_input_nodes[0]
-    original = functional_norm(name_of(node), node.args, node.kwargs, x.meta.get("shape", ()))
+    args: Any
+    kwargs: Any
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("size", n))
+    if node.target in (torch.batch_norm, torch.instance_norm):  # in an order of their own
+        image, weight, bias, mean, variance, *rest = args
+        args = (image, mean, variance, weight, bias, *rest)
+    own = device_and_dtype(r.gm)
+    original = functional_norm(name_of(node), args, kwargs, x.meta.get("shape", ()), own)
     new = None if original is None else uncentred_norm(original)
     if original is None or new is None:
         return r.remove(node, NO_TWIN)

@@ -171,7 +171,9 @@ def shapes(
     last: fx.Node | None = None,
     batch: int = BATCH,
 ) -> None:
-    """Set `meta["shape"]` on each node (until `last`), for a batch of such images."""
+    """Set `meta["shape"]` on each node (until `last`), for a batch of such images; on nodes that
+    are no tensors but numbers, `meta["size"]`.
+    """
     interpreter = _ShapeInterpreter(gm, last)
     try:
         with _quietly(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -213,6 +215,8 @@ class _ShapeInterpreter(fx.Interpreter):
         value = super().run_node(n)
         if isinstance(value, Tensor):
             n.meta["shape"] = tuple(value.shape)
+        elif isinstance(value, int | tuple):
+            n.meta["size"] = value
         if n is self._last:
             raise _Reached
         return value

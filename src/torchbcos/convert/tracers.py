@@ -28,6 +28,7 @@ __all__ = [
     "Tracer",
     "class_key",
     "empty_image",
+    "goes_by_device",
     "is_auxiliary",
     "is_followed",
     "sources",
@@ -79,6 +80,8 @@ _NEW_TENSORS = (
 
 #: In a node's `meta`: the names of the blocks whose output it is, or one of whose outputs.
 RETURNED_BY, PART_OF = "returned_by", "part_of"
+#: In that of the first node: whether the code decided by facts that graphs need not be checked for.
+BESIDE_THE_POINT = "beside_the_point"
 
 
 class Tracer(fx.Tracer):
@@ -188,10 +191,26 @@ class FollowingTracer(Tracer):
         if of_the_image and isinstance(value, Tensor) and question != "len":
             raise DependsOnValuesError("its control flow depends on values computed from the image")
         answer = _QUESTIONS[question](value)
-        asked = _asked(proxy.node)
+        asked = self._asked(proxy.node)
         if of_the_image and asked not in _BESIDE_THE_POINT:
             self.create_proxy("call_function", same_way, (proxy, question, answer, asked), {})
+        elif of_the_image:
+            next(iter(self.graph.nodes)).meta[BESIDE_THE_POINT] = True
         return answer
+
+    def _asked(self, node: fx.Node) -> str:
+        """The fact about a tensor that a question is about: "size", unless it is another one."""
+        facts, waiting = set(), [node]
+        while waiting:
+            n = waiting.pop()
+            if any(isinstance(self._values[i], Tensor) for i in n.all_input_nodes):
+                facts.add(str(n.args[1]) if n.target is getattr else str(n.target))
+            else:
+                waiting.extend(n.all_input_nodes)
+        for kind in (_BESIDE_THE_POINT, {"dtype", "is_floating_point"}):
+            if facts and facts <= kind:
+                return min(facts)
+        return "size"
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         return bool(self.answer(obj, "bool"))
@@ -211,14 +230,6 @@ _QUESTIONS: dict[str, Callable[[Any], Any]] = {
 
 #: Facts by which code chooses how to compute what it would compute anyway.
 _BESIDE_THE_POINT = frozenset("device is_cuda requires_grad is_contiguous".split())
-
-
-def _asked(node: fx.Node) -> str:
-    """The fact about a tensor that a question is about: "size", unless it is another one."""
-    names = {str(n.args[1]) for n in sources(node) if n.target is getattr}
-    names |= {str(n.target) for n in sources(node) if n.op == "call_method"}
-    others = names & (_BESIDE_THE_POINT | {"dtype", "is_floating_point"})
-    return others.pop() if others and names.isdisjoint(("shape", "size")) else "size"
 
 
 def sources(node: fx.Node) -> set[fx.Node]:
@@ -252,7 +263,13 @@ def same_way(value: Any, question: str, answer: Any, asked: str) -> None:
 
 
 def is_followed(graph: fx.Graph) -> bool:
+    """Whether it is checked that the code would have gone the same way."""
     return any(node.target is same_way for node in graph.nodes)
+
+
+def goes_by_device(graph: fx.Graph) -> bool:
+    """Whether the code asked where its tensors are, or the like."""
+    return any(BESIDE_THE_POINT in node.meta for node in graph.nodes)
 
 
 class _Followed(fx.Proxy):

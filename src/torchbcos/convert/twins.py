@@ -161,25 +161,36 @@ def uncentred_norm(module: Any) -> nn.Module | None:
 
 
 def functional_norm(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shape: tuple[int, ...],
+    own: dict[str, Any],  # device and type
 ) -> nn.Module | None:
     """For F.layer_norm and the like, called on an input of this shape: the module of torch."""
     given = dict(zip(_NORM_ARGUMENTS[name], args, strict=False)) | kwargs
     eps = given.get("eps", 1e-5)
     affine = given.get("weight") is not None
     channels, dims = (shape[1], len(shape) - 2) if len(shape) > 1 else (0, 0)
-    if name in ("layernorm", "rmsnorm") and all(type(n) is int for n in given["normalized_shape"]):
-        if name == "rmsnorm":
-            return nn.RMSNorm(given["normalized_shape"], given.get("eps"), affine)
-        return nn.LayerNorm(given["normalized_shape"], eps, affine)
-    if name == "groupnorm" and type(given["num_groups"]) is int and channels:
-        return nn.GroupNorm(given["num_groups"], channels, eps, affine)
+    over = given.get("normalized_shape", ())
+    if name == "layernorm" and dims > 0 and over == shape[1:] and not affine:
+        return nn.GroupNorm(1, channels, eps, False, **own)  # which takes maps of any size
+    if name == "layernorm" and _are_numbers(over):
+        return nn.LayerNorm(over, eps, affine, **own)
+    if name == "rmsnorm" and _are_numbers(over):
+        return nn.RMSNorm(over, given.get("eps"), affine, **own)
+    if name == "groupnorm" and _are_numbers([given["num_groups"]]) and channels:
+        return nn.GroupNorm(given["num_groups"], channels, eps, affine, **own)
     if name == "instancenorm" and channels:
-        return nn.GroupNorm(channels, channels, eps, affine)
+        return nn.GroupNorm(channels, channels, eps, affine, **own)
     if name == "batchnorm" and channels:
         make = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims]
-        return make(channels, eps, given.get("momentum", 0.1), affine)
+        return make(channels, eps, given.get("momentum", 0.1), affine, **own)
     return None
+
+
+def _are_numbers(sizes: Any) -> bool:
+    return isinstance(sizes, list | tuple) and all(type(n) is int for n in sizes)
 
 
 _NORM_ARGUMENTS = {
