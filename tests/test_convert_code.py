@@ -775,9 +775,13 @@ def test_where_and_how_it_is_computed_is_no_reason_to_compute_otherwise():
         (lambda x: x.device.type == "meta", []),
     ],
 )
-def test_what_a_question_is_about_does_not_depend_on_what_was_asked_before(question, asked):
+@pytest.mark.parametrize("asks_size", [False, True])
+def test_what_a_question_is_about_does_not_depend_on_what_was_asked_before(
+    question, asked, asks_size
+):
     def forward(net, x):
-        x = x.view(x.size(0), WIDTH, x.size(2), x.size(3))
+        if asks_size:
+            x = x.view(x.size(0), WIDTH, x.size(2), x.size(3))
         x = x + torch.zeros(1, device=x.device, dtype=x.dtype)
         return 2 * x if question(x) else x
 
