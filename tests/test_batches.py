@@ -380,6 +380,8 @@ def test_links_are_followed_once(folder, tmp_path):
 def test_only_what_is_asked_for_must_be_there(folder):
     (folder / "train" / "c").mkdir()
     assert open_data(folder, only="test").classes == ("a", "b", "c")
+    for only in ("", "test"):  # the classes that a training on it has
+        assert open_data(folder, only=only, bad="skip").classes == ("a", "b")
     (folder / "val" / "c").mkdir()
     with pytest.raises(DataError, match=r"remove the class\.$"):  # a setting is no advice here
         open_data(folder, only="test")

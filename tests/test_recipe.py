@@ -37,6 +37,12 @@ def built(arch, classes, preset, size, options):
         )
 
 
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_can_be_rehearsed(name):
+    config = read_recipe(name, "x", ["epochs=2"])
+    assert 0 <= config.lr_at(2) <= config.lr
+
+
 def test_every_experiment_of_the_paper_has_a_recipe():
     names = set(list_recipes())
     for b in ("1", "1.25", "1.5", "1.75", "2.25", "2.5"):

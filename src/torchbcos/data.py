@@ -222,7 +222,8 @@ def _folders(
     train = dict(test) if alone else _files_by_class(folder["train"])
 
     skipped: list[str] = []
-    for name in [n for n, files in train.items() if not files and (alone or only != "test")]:
+    matters = alone or only != "test" or bad == "skip"  # which then names the classes as it did
+    for name in [n for n, files in train.items() if matters and not files]:
         where = test_folder if alone else folder["train"]
         skipped.append(f"{where / name} holds no images: fill it or remove the class.")
         del train[name]
@@ -306,7 +307,7 @@ def _below(folder: Path) -> Iterator[str]:
     met = set()
     for place, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
-        folders[:] = [f for f in folders if not f.startswith(".") and real not in met]
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and real not in met)
         if real not in met:
             # a million paths as strings
             yield from (os.path.join(place, f) for f in files if not f.startswith("."))  # noqa: PTH118

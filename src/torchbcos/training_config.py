@@ -114,8 +114,6 @@ class TrainConfig:
                 refuse(name, "0 or more, and finite")
         if not self.memory >= 0:
             refuse("memory", "0 or more")
-        if self.warmup >= self.epochs:
-            refuse("warmup", f"less than the {self.epochs} `epochs`")
         if self.operations > 100:
             refuse("operations", "at most 100")
         if not -(2**63) <= self.seed < 2**63:

@@ -42,6 +42,19 @@ def check_free(out: Path) -> None:
         )
 
 
+_held: set[int] = set()  # the folders that this process holds
+
+
+def _let_go() -> None:
+    for folder in _held:
+        os.close(folder)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):  # what reads images may outlive a training by some seconds
+    os.register_at_fork(after_in_child=_let_go)
+
+
 @contextmanager
 def held(out: Path) -> Iterator[None]:
     """Refuse a folder in which another training runs; the hold ends with the process."""
@@ -51,6 +64,7 @@ def held(out: Path) -> Iterator[None]:
         yield
         return
     folder = os.open(out, os.O_RDONLY)
+    _held.add(folder)
     try:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,6 +77,7 @@ def held(out: Path) -> Iterator[None]:
             pass
         yield
     finally:
+        _held.discard(folder)
         os.close(folder)
 
 
