@@ -582,7 +582,27 @@ def test_one_name_is_no_list_of_classes():
         tb.create_model("mini", classes="cat")
 
 
-def test_numbers_of_classes_of_numpy_can_be_saved(tmp_path):
-    model = tb.create_model("mini", num_classes=np.int64(3), in_channels=np.int64(1))
-    tb.save(model, tmp_path / "m.safetensors")
-    assert tb.load(tmp_path / "m.safetensors").num_classes == 3
+def test_numbers_of_numpy_can_be_saved(tmp_path):
+    numbers = {"b": np.float32(1.5), "max_out": np.int64(2), "input_size": np.int64(32)}
+    made = {
+        "mini": tb.create_model("mini", num_classes=np.int64(3), width=np.int64(4), **numbers),
+        "grey": tb.create_model("mini", in_channels=np.int64(1)),
+        "conventional": tb.create_model("conventional/mini", num_classes=np.int64(3)),
+        "module": tb.convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(2)), **numbers),
+        "two": tb.create_model("mini", input_size=(np.int64(32), 48)),
+    }
+    for name, model in made.items():
+        tb.save(model, tmp_path / name)
+    for name in set(made) - {"module"}:
+        loaded = tb.load(tmp_path / name)
+        assert loaded.num_classes == made[name].num_classes
+        assert loaded.input_size == made[name].input_size
+        assert [layer.b for _, layer in loaded.bcos_layers()] == [
+            layer.b for _, layer in made[name].bcos_layers()
+        ]
+
+
+@pytest.mark.parametrize("size", [0, (224,), "a", 22.5, (32, -1), True])
+def test_sizes_that_are_none_are_refused(size):
+    with pytest.raises(ValueError, match=r"`input_size` \(=.*\) must be a number of pixels, or"):
+        tb.create_model("mini", input_size=size)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +43,11 @@ class Architecture:
 
     name: str | None  # for `create_model`; None for a module that was given to `convert`
     options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        """NumPy's numbers as Python's own, which a file can hold."""
+        plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in self.options.items()}
+        object.__setattr__(self, "options", plain)
 
 
 class BcosModel(nn.Module):

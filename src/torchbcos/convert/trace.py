@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torchbcos._arguments import is_int
 from torchbcos.convert.tracers import (
     DependsOnValuesError,
     FollowingTracer,
@@ -95,7 +96,14 @@ def _sizes(module: nn.Module) -> tuple[int | Sequence[int], ...]:
 
 
 def as_pair(size: int | Sequence[int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
+    pair: tuple[Any, ...] = (size, size) if is_int(size) else ()
+    if isinstance(size, Sequence):
+        pair = tuple(size)
+    if len(pair) != 2 or not all(is_int(n) and n > 0 for n in pair):
+        raise ValueError(
+            f"`input_size` (={size!r}) must be a number of pixels, or two: height and width."
+        )
+    return int(pair[0]), int(pair[1])
 
 
 def _symbolically(
