@@ -4,6 +4,7 @@ import copy
 import gc
 import random as python_random
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
@@ -1092,8 +1093,10 @@ def test_the_first_explanation_of_a_model_without_scales_warns():
     model = tb.create_model("mini", num_classes=4, input_size=32).eval()
     with pytest.warns(UserWarning, match="signals fade"):
         tb.explain(model, torch.rand(1, 3, 32, 32))
-    tb.explain(model, torch.rand(1, 3, 32, 32))
-    model(torch.rand(1, 3, 32, 32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tb.explain(model, torch.rand(1, 3, 32, 32))
+        model(torch.rand(1, 3, 32, 32))
 
 
 def test_a_checkpointed_part_cannot_be_explained_twice_over():

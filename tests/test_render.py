@@ -199,6 +199,7 @@ def test_each_map_has_its_own_scale():
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (2, 2, 3, 4)])
 def test_a_map_of_zeros_is_white(shape):
     assert (render.signed(torch.zeros(shape)) == 255).all()
+    assert (render.signed(torch.ones(shape, dtype=torch.bool)) == render.RED).all()
     assert render.signed(torch.zeros(shape)).shape == (*shape, 3)
 
 

@@ -42,7 +42,8 @@ def builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
             return build()
         except (TypeError, ValueError, RuntimeError) as error:
             wants_values = isinstance(error, RuntimeError) and torch.empty(0).is_meta
-            if wants_values or str(error).startswith("`"):  # our own words
+            own_words = str(error).startswith("`")
+            if wants_values or own_words or isinstance(error, torch.OutOfMemoryError):
                 raise
             given = ", ".join(f"{key}={value!r}" for key, value in options.items())
             words = f"`options` ({given}) must suit {name}: {error}."

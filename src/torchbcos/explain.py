@@ -54,8 +54,9 @@ def explain(
     each image its own; or "all". `layer` is a submodule's name in the network, `unit` a channel
     (explained where it is strongest), (channel, y, x), a function from the activation, [N, C, H, W]
     or as the layer has it, to one value per image [N], or a list of these. At most `chunk` images
-    are in memory at once, by default 8 of 224 pixels, or 256 on a GPU; all of them where norms in
-    training take a batch's own statistics, which are a chunk's if it is given.
+    are in memory at once, by default 8 of 224 pixels, or 256 on a GPU; all of them in training,
+    where norms, or parts that are not torch's, may take a batch's own statistics, which are a
+    chunk's if it is given.
     The model and the images are left as they were.
 
     With `create_graph` the explanation is differentiable, by the weights and by the images, and can

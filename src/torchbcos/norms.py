@@ -115,7 +115,7 @@ class _UncentredBatchNorm(nn.modules.batchnorm._BatchNorm):
         if (self.training or self.running_var is None) and input.numel() == self.num_features:
             raise ValueError(
                 f"`input` (shape {tuple(input.shape)}) has one value in each channel, of which "
-                "there is no variance: give more images, or call eval() first."
+                "there is no variance: give more or larger images, or use it after eval()."
             )
         if in_explanation_mode():
             return self._plainly(input)[0]

@@ -224,6 +224,7 @@ def target_name(e: Explanation, image: int, target: int, names: Sequence[str] | 
 
 def _relative(values: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Each map over its largest value: squares of very small or large ones are no numbers."""
+    values = values if values.is_floating_point() else values.float()
     largest = values.abs().amax(dims, keepdim=True)
     return (values / torch.where(largest > 0, largest, 1)).float()
 

@@ -115,7 +115,10 @@ def _set_scales(network: nn.Module, x: Tensor) -> None:
 
 def check_weights(module: nn.Module) -> None:
     if any(p.is_meta for p in module.parameters()):
-        raise RuntimeError("a check by numbers needs weights")
+        raise RuntimeError(
+            f"`module` (a {type(module).__name__}) is on the meta device and must be checked by "
+            "numbers: give it weights first, as by to_empty(device=…)."
+        )
 
 
 def completeness_error(network: nn.Module, channels: int, size: tuple[int, int]) -> float:

@@ -100,7 +100,8 @@ def collect(
         if layers is None and left and progress is not None and rank == 0:
             some = ", ".join(sorted(left)[:3]) + ", …" * (len(left) > 3)
             progress.print(
-                f"{len(left)} B-cos layers whose units have no maps are left out: {some}."
+                f"{len(left)} B-cos layers are left out, whose units have no maps or which run in "
+                f"training only: {some}."
             )
         identity = {
             "count": count,
