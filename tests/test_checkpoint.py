@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import torchbcos as tb
 from torchbcos.checkpoint import CheckpointError, write_atomically
+from torchbcos.finetune import with_new_head
 
 
 def images(count=2, size=16, dtype=torch.float32):
@@ -277,6 +278,17 @@ def test_without_its_module_an_own_model_says_what_to_pass(path):
     tb.save(own_model(), path)
     with pytest.raises(CheckpointError, match=r"pass that module, as in torchbcos.load\(path, mod"):
         tb.load(path)
+
+
+def test_exponents_that_were_changed_come_back(path):
+    model = tb.create_model("mini", num_classes=3, input_size=32).eval()
+    for b, (_, layer) in zip((1.25, 1.5, 2.5), model.bcos_layers(), strict=False):
+        layer.b = b
+    tb.save(model, path)
+    loaded = tb.load(path)
+    assert [la.b for _, la in loaded.bcos_layers()] == [la.b for _, la in model.bcos_layers()]
+    new = with_new_head(model, ("x", "y"))
+    assert [la.b for _, la in new.bcos_layers()] == [la.b for _, la in model.bcos_layers()]
 
 
 def test_provenance_comes_back(path):

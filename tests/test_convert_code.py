@@ -1,5 +1,6 @@
 """Networks whose Python code asks for sizes, assigns, rearranges the image, or takes options."""
 
+import copy
 import math
 import warnings
 
@@ -15,6 +16,7 @@ from test_convert import (
     WIDTH,
     Net,
     Whole,
+    assert_agrees,
     assert_complete,
     assert_equals_body,
     became,
@@ -26,6 +28,7 @@ from test_convert import (
 from torchbcos.convert import convert_lazily
 from torchbcos.convert.trace import BATCH
 from torchbcos.convert.tracers import same_way
+from torchbcos.encoding import encode
 
 # Code that asks for sizes is followed.
 
@@ -826,6 +829,177 @@ def test_outputs_are_counted_where_code_cannot_be_traced():
     model = convert(Net(by_length))
     assert "without tracing" in model.report.note
     assert (model.num_classes, model.logit_bias) == (5, -math.log(4))
+
+
+def assert_does_what_the_code_does(body, **parts):
+    """The converted network gives what the user's own code gives with the layers of it."""
+    module = Net(body, conv=conv1x1(), other=conv1x1(), flat=nn.Flatten(2), **parts)
+    model = convert(module, head="pool")
+    own = copy.deepcopy(module).double().eval()
+    layers = dict(model.network.named_modules())
+    for name in {"stem", "conv", "other", "fc"} & layers.keys():
+        setattr(own, name, layers[name])
+    e = assert_complete(model)
+    with torch.no_grad():
+        assert_agrees((e.outputs - model.logit_bias) * model.temperature, own(encode(images())))
+    return model
+
+
+def changed_under_another_name(net, x):
+    y = x
+    y += net.conv(x)
+    y -= 0.5 * net.other(x)
+    return x + y
+
+
+def a_shortcut_that_changes_too(net, x):
+    shortcut = x
+    x *= 2
+    return net.conv(x) + shortcut
+
+
+def counted_up(net, x):
+    h = x.shape[2]
+    h += 1
+    return F.pad(x, (0, 0, 0, h - x.shape[2]))
+
+
+def a_negative(net, x):
+    torch.neg_(x)
+    return x + net.conv(x).abs()
+
+
+def a_gate_by_function(net, x):
+    y = net.conv(x)
+    torch.sigmoid_(y)
+    return x * y
+
+
+def through_a_flat_view(net, x):
+    y = net.flat(x)
+    y.mul_(2)
+    return x + net.conv(x)
+
+
+def through_a_moved_view(net, x):
+    y = x.movedim(1, -1)
+    y.mul_(2)
+    return x + net.conv(x)
+
+
+def asks_for_a_tensor(net, x):
+    return net.conv(x) if isinstance(x, torch.Tensor) else net.other(x)
+
+
+def tries(net, x):
+    try:
+        k = int(x.shape[2])
+    except Exception:
+        k = 1
+    return x[:, :, :k] + net.conv(x)[:, :, :1]
+
+
+def looks_up(net, x):
+    return {SIZE: net.conv, 2 * SIZE: net.other}.get(x.shape[2], nn.Identity())(x)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        changed_under_another_name, a_shortcut_that_changes_too, counted_up, a_negative,
+        a_gate_by_function, through_a_flat_view, through_a_moved_view, asks_for_a_tensor, tries,
+        looks_up,
+        lambda net, x: x - net.bytes,
+        lambda net, x: torch.add(x, net.bytes, alpha=2),
+        lambda net, x: torch.sub(net.bytes, x, alpha=2),
+    ],
+)  # fmt: skip
+def test_what_python_sees_and_a_symbol_does_not(body):
+    whole = torch.arange(1, WIDTH + 1, dtype=torch.uint8)[:, None, None] * 20
+    assert_does_what_the_code_does(body, bytes=whole)
+
+
+def test_the_gate_of_a_signal_that_a_module_changed_in_place_is_taken_from_it():
+    """A gate that works in place leaves its values in its input, too."""
+
+    def body(net, x):
+        y = net.conv(x)
+        gate = net.gate(y)
+        return x * gate + x * y
+
+    net = Net(body, conv=conv1x1(), gate=nn.Hardsigmoid(inplace=True))
+    model = convert(net)
+    assert_complete(model)
+    network, x = model.network, encode(images())
+    signal = network.stem(x)
+    gate = F.hardsigmoid(network.conv(signal))
+    out = network.fc(2 * signal * gate).mean((2, 3))
+    assert_agrees(model(images()), out / model.temperature + model.logit_bias)
+
+
+@pytest.mark.parametrize(
+    ("body", "culprit"),
+    [
+        (lambda net, x: net.conv(x) + x.max(1, keepdim=True)[-1], "getitem"),
+        (lambda net, x: net.conv(x) + (10 * x).type_as(net.whole), "typeas"),
+        (lambda net, x: net.conv(x) + (10 * x).sum(1, keepdim=True, dtype=torch.int64), "sum"),
+        (lambda net, x: x.permute(1, 0, 2, 3).reshape(x.shape), "what combines images"),
+        (
+            lambda net, x: F.pad(x, (0, 0, 0, 0, 0, 0, 0, 1)).unfold(0, 2, 1).mean(-1),
+            "what combines images",
+        ),
+        (lambda net, x: half_doubled(x), "a change of a view in place"),
+    ],
+)
+def test_what_rounds_or_mixes_images_is_refused(body, culprit):
+    with pytest.raises(ValueError, match=culprit):
+        convert(Net(body, conv=conv1x1(), whole=torch.ones(1, dtype=torch.int64)))
+
+
+def half_doubled(x):
+    y = x[:, : WIDTH // 2]
+    y *= 2
+    return x
+
+
+class AddsItsInput(nn.Conv2d):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class Reversed(nn.TransformerEncoderLayer):
+    def forward(self, *given, **named):
+        return super().forward(*given, **named).flip(1)
+
+
+def test_layers_that_do_more_than_torchs_are_refused():
+    with pytest.raises(ValueError, match="`AddsItsInput` at part"):
+        convert(Net(lambda net, x: net.part(x), part=AddsItsInput(WIDTH, WIDTH, 1)))
+    tokens = Reversed(WIDTH, 2, 16, batch_first=True)
+    with pytest.raises(ValueError, match="`Reversed` at part"):
+        convert(Net(lambda net, x: net.part(x.flatten(2).mT).mT.unflatten(2, (SIZE, SIZE)),
+                    part=tokens))  # fmt: skip
+
+
+def test_hooks_of_layers_that_change_nothing_are_no_matter_and_others_are_refused():
+    seen = []
+    net = Net(lambda net, x: net.conv(x), conv=conv1x1())
+    hook = net.conv.register_forward_hook(lambda module, given, out: seen.append(out.shape))
+    convert(net)
+    assert seen
+    hook.remove()
+    net.conv.register_forward_hook(lambda module, given, out: 0 * out)
+    with pytest.raises(ValueError, match="conv has a hook, which its twin would not have"):
+        convert(net)
+
+
+def test_the_weight_of_a_layer_in_code_that_cannot_be_traced_is_refused():
+    def body(net, x):
+        return F.linear(x.mean((2, 3)), net.weights.weight) if x.sum() > -1e9 else x
+
+    net = Whole(lambda net, x: body(net, net.stem(x)), weights=nn.Linear(WIDTH, 5))
+    with pytest.raises(ValueError, match="would give 10 outputs in place of 5, as where its code"):
+        convert(net)
 
 
 def by_values(net, x):

@@ -344,6 +344,25 @@ def test_single_layers_can_be_made_random():
     assert seen == [[True, True], [True, False], [False, True]]
 
 
+def test_layers_are_made_random_from_the_output_to_the_input_in_the_order_of_their_use():
+    class Reversed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.second, self.first = (
+                nn.Linear(4, 2),
+                nn.Conv2d(2, 4, 1),
+                nn.Conv2d(1, 2, 1),
+            )
+
+        def forward(self, x):
+            return self.fc(self.second(self.first(x)).mean((2, 3)))
+
+    found = sanity.parameter_randomisation(
+        lambda *_: torch.rand(1, 1, 4, 4), Reversed(), torch.rand(1, 1, 4, 4), [0]
+    )
+    assert [r.layer for r in found] == ["fc", "second", "first"]
+
+
 def test_maps_of_a_model_of_random_labels_are_others(trained):
     images, labels, _ = (v[:8] for v in some_shapes(8, seed=2))
     other = train_on_shapes(2.5, steps=40, shuffle_labels=True)

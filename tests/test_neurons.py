@@ -122,6 +122,20 @@ def test_one_pass_is_brute_force(found, expected, model):
     assert_equals(found, expected)
 
 
+def test_the_deviation_of_maps_that_are_nearly_flat(images, tmp_path):
+    """1 - (1 - red) / 10,000, in float32: of the squares of such values no digit is left."""
+    conv = tb.BcosConv2d(6, 1, 1, b=1)
+    with torch.no_grad():
+        conv.weight.copy_(torch.tensor([1, 0, 0, 1 - 1e-4, 0, 0])[None, :, None, None])
+    network = nn.Sequential(conv, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = tb.BcosModel(network, num_classes=1, input_size=images.size).eval()
+    found = neurons.collect(model, images, tmp_path / "n", top=1)
+    with torch.no_grad():
+        maps = conv(model.encoded(images.batch(torch.arange(len(images)))[0])).double()
+    expected = maps.std(correction=0)
+    assert found.units("0").std.item() == pytest.approx(expected.item(), rel=1e-3)
+
+
 def test_equal_values_go_to_the_lower_image(found):
     """Images 3..7 stand in the set twice, as 20..24."""
     pairs = 0

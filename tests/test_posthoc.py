@@ -327,6 +327,18 @@ def test_on_a_bcos_network_integrated_gradients_is_input_times_gradient(bcos, im
     )
 
 
+def test_integrated_gradients_see_what_comes_and_goes_on_the_way():
+    class Step(nn.Module):
+        """From 0 to 0.15 between 30 % and 45 % of the way to the image below."""
+
+        def forward(self, x):
+            mean = x.mean((1, 2, 3))[:, None] / 0.5
+            return (mean - 0.3).relu() - (mean - 0.45).relu()
+
+    maps = posthoc.integrated_gradients(Step(), torch.full((1, 3, 4, 4), 0.5), [0], steps=100)
+    assert maps.sum().item() == pytest.approx(0.15, abs=0.01)
+
+
 def gradients_taken(monkeypatch, *arguments, **options):
     """Integrated Gradients, and how many gradients it took."""
     taken, once = [], posthoc.gradients._gradients

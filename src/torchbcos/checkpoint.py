@@ -89,6 +89,7 @@ def save(
         "temperature": model.temperature,
         "logit_bias": model.logit_bias,
         "scales": {name: layer.scale for name, layer in model.bcos_layers()},
+        "b": {name: layer.b for name, layer in model.bcos_layers()},
         "eps": {name: layer.eps for name, layer in model.bcos_layers() if layer.eps},
         "provenance": {**model.provenance, **(provenance or {})},
     }
@@ -299,6 +300,7 @@ def _install(model: BcosModel, config: dict[str, Any], tensors: dict[str, Tensor
     model.load_state_dict(tensors)
     for name, layer in layers.items():
         layer.scale = float(config["scales"][name])
+        layer.b = float(config.get("b", {}).get(name, layer.b))
         layer.eps = float(config.get("eps", {}).get(name, 0))
     model.temperature = float(config["temperature"])
     model.logit_bias = float(config["logit_bias"])

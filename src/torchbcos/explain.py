@@ -216,6 +216,11 @@ def rows_and_bias(
     Images do not mix, so one backward pass gives a row for each image of the batch.
     """
     rows, biases = [], []
+    if any(len(offset) % len(x) for offset in offsets):
+        raise ValueError(
+            "`model` adds an offset, as the bias of a norm is, where the images are not the first "
+            "dimension, so that those of each image cannot be told apart: let images come first."
+        )
     wide = torch.promote_types(x.dtype, torch.float32)
     for column in values.unbind(1):
         # fmt: off

@@ -24,7 +24,7 @@ def with_new_head(
     new.load_state_dict({**own, **kept})
     old = dict(model.bcos_layers())
     for name, layer in new.bcos_layers():
-        layer.scale, layer.eps = old[name].scale, old[name].eps
+        layer.scale, layer.b, layer.eps = old[name].scale, old[name].b, old[name].eps
     new.classes = tuple(classes)
     new.temperature, new.scaling = model.temperature, model.scaling
     new.logit_bias = default_logit_bias(len(classes))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from torchbcos.targets import Targets
+from torchbcos.undisturbed import looks_at_batch, undisturbed
 
 __all__ = ["Randomised", "label_randomisation", "parameter_randomisation", "rank_correlation"]
 
@@ -42,11 +44,7 @@ def parameter_randomisation(
     `targets`, else each random model explains its own prediction.
     """
     before = method(model, images, targets)
-    names = [
-        name
-        for name, m in model.named_modules()
-        if next(m.parameters(recurse=False), None) is not None
-    ]
+    names = _in_order_of_use(model, images)
     changed = copy.deepcopy(model)
     found = []
     devices = [before.device] if before.is_cuda else []
@@ -58,6 +56,24 @@ def parameter_randomisation(
             _randomise(changed.get_submodule(name))
             found.append(_compared(name, before, method(changed, images, targets)))
     return found
+
+
+@torch.no_grad()
+def _in_order_of_use(model: nn.Module, images: Tensor) -> list[str]:
+    """The modules with parameters of their own; those that are not called lie before all others."""
+    names = {
+        m: name
+        for name, m in model.named_modules()
+        if next(m.parameters(recurse=False), None) is not None
+    }
+    met: dict[str, None] = {}
+    with ExitStack() as stack:
+        stack.enter_context(undisturbed(model, images.device))
+        for m in names:
+            hook = m.register_forward_hook(lambda m, *_: met.setdefault(names[m]))
+            stack.callback(hook.remove)
+        model(images[:1] if not looks_at_batch(model) else images)
+    return [name for name in names.values() if name not in met] + list(met)
 
 
 def label_randomisation(

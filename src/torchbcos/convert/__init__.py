@@ -13,6 +13,7 @@ from torch.fx.graph import CodeGen
 
 from torchbcos._arguments import check_transform
 from torchbcos.convert.head import move_heads
+from torchbcos.convert.in_place import make_out_of_place
 from torchbcos.convert.modules import (
     TOLERANCE,
     check_weights,
@@ -27,6 +28,7 @@ from torchbcos.convert.trace import (
     TraceError,
     UndecidableError,
     as_pair,
+    computes_the_same,
     likely_channels,
     shapes,
     trace,
@@ -195,7 +197,12 @@ def _by_graph(
         inner.recompile()
         return inner
 
+    through_views = make_out_of_place(gm)
+    if not through_views and not computes_the_same(gm, module, channels, used_size):
+        raise TraceError("what is traced of it computes something else")
     rewriter = Rewriter(gm, options, image, rule_for, convert_auxiliary, prefix, unwanted)
+    for node in through_views:
+        rewriter.breaks.append(f"a change of a view in place at {rewriter.place(node)}")
     rewriter.run()
     more = activations_among(gm, rewriter.breaking)
     if more:

@@ -36,7 +36,7 @@ def sum_of_two(r: Rewriter, node: fx.Node, _: Any) -> Value:
         return r.as_factor(node)
     a, b = node.args
     if "alpha" in node.kwargs:
-        b = r.insert(node, operator.mul, b, node.kwargs["alpha"])
+        b = _times(r, node, b, node.kwargs["alpha"])
         node.args, node.kwargs = (a, b), {}
     minus = name_of(node) in ("sub", "rsub")
     if name_of(node) == "rsub":
@@ -54,10 +54,20 @@ def sum_of_two(r: Rewriter, node: fx.Node, _: Any) -> Value:
     if r.value(a).kind is Kind.CONSTANT:
         a, b = (r.insert(node, torch.neg, b) if minus else b), a
     elif minus:
-        b = r.insert(node, torch.neg, b) if isinstance(b, fx.Node) else -b  # type: ignore[operator]
+        b = _times(r, node, b, -1)
     value = r.value(a)
     r.put_function(node, functional.add_offset, (a, b), "offset added")
     return value
+
+
+def _times(r: Rewriter, node: fx.Node, b: Any, number: Any) -> Any:
+    """number · b, where bytes do not go round, which torch has in a sum with a signal."""
+    if not isinstance(b, fx.Node):
+        return b * number
+    kind = b.meta.get("dtype", torch.float32)
+    if not (kind.is_floating_point or kind.is_complex):
+        b = r.insert(node, torch.Tensor.to, b, torch.get_default_dtype())
+    return r.insert(node, operator.mul, b, number)
 
 
 def scaled_sum(r: Rewriter, node: fx.Node, _: Any) -> Value:

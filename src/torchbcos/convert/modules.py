@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchbcos.convert.report import Change, Report
 from torchbcos.convert.rewriter import Options, share_weight
 from torchbcos.convert.rules import ACTIVATIONS, DROPOUTS, NORM_NAMES, NORMS
-from torchbcos.convert.tracers import class_key
+from torchbcos.convert.tracers import class_key, empty_image
 from torchbcos.convert.twins import (
     attention_twin,
     average_pool,
@@ -53,6 +53,8 @@ def replace_modules(
         new = twins[old]
         if new is None or not name:
             continue
+        if old._forward_hooks or old._forward_pre_hooks:
+            raise ValueError(f"{name} has a hook, which its twin would not have: remove it")
         if isinstance(old, nn.modules.conv._ConvNd | nn.Linear):
             widen = 1
         if isinstance(new, BcosLayer):
@@ -63,12 +65,27 @@ def replace_modules(
         became = "removed" if isinstance(new, nn.Identity | nn.Dropout) else type(new).__name__
         changes.append(Change(name, type(old).__name__, became))
     error, outputs = _measured(network, channels, size)
+    before = _outputs_of(module, channels, size)
+    if None not in (before, outputs) and before != outputs:
+        raise ValueError(
+            f"it would give {outputs} outputs in place of {before}, as where its code uses the "
+            "weight of a layer by itself: give the code a parameter of its own"
+        )
     breaks: tuple[str, ...] = ()
     if not error <= TOLERANCE:
         breaks = (f"something in its code: W(x)·x + bias misses the output by {error:.1e}",)
     note = f"Modules replaced without tracing; completeness measured: {error:.1e} of the output."
     report = Report(type(module).__name__, tuple(changes), breaks, note)
     return network, report, outputs
+
+
+@torch.no_grad()
+def _outputs_of(module: nn.Module, channels: int, size: tuple[int, int]) -> int | None:
+    """How many logits the conventional network gives; None for what is not [N, K]."""
+    network = copy.deepcopy(module).eval()
+    out = network(torch.ones_like(empty_image(network, (2, channels, *size))))
+    out = out if isinstance(out, Tensor) else out[0]
+    return out.shape[1] if out.dim() == 2 else None
 
 
 def _twin(old: nn.Module, widen: int, options: Options) -> nn.Module | None:

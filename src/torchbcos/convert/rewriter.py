@@ -11,11 +11,10 @@ Every value in the graph is one of three kinds:
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -32,7 +31,7 @@ __all__ = [
     "Rewriter",
     "Rule",
     "Value",
-    "assigned",
+    "hand_on",
     "name_of",
     "share_weight",
 ]
@@ -107,8 +106,6 @@ class Rewriter:
         self._weights: dict[Tensor, Tensor] = {}  # of the layers replaced, and of their twins
 
     def run(self) -> None:
-        for node in _out_of_place(self.gm.graph):
-            self.breaks.append(f"a change of a view in place at {self.place(node)}")
         for node in list(self.gm.graph.nodes):
             value = self.values[node] = self.visit(node)
             if value.kind is Kind.FACTOR:
@@ -160,6 +157,10 @@ class Rewriter:
         module = self._original(node)
         if module is None:
             _by_position(node)
+        kind = node.meta.get("dtype")
+        if kind is not None and not (kind.is_floating_point or kind.is_complex):
+            return self.as_factor(node)  # places, comparisons, and what is rounded
+        self.is_doubtful |= self._moves_images(node)
         return self._rule_for(node, module)(self, node, module)
 
     # What rules are made of.
@@ -192,6 +193,13 @@ class Rewriter:
         """For what combines other dimensions than the first: numbers must tell if it mixes."""
         found = self.image_dims(x)
         self.is_doubtful |= bool(found) and found[0] != 0
+
+    def _moves_images(self, node: fx.Node) -> bool:
+        """Whether they are elsewhere afterwards, though nothing permutes: numbers must tell."""
+        before, after = self.image_dims(node.all_input_nodes[0]), self.image_dims(node)
+        if not before or "shape" not in node.meta or node.op == "call_module":
+            return False
+        return not after or (name_of(node) in _RESHAPES and after[0] != before[0])
 
     def is_normalisation(self, node: fx.Node) -> bool:
         """Whether constants of its own normalise each channel of the image: the encoding's part."""
@@ -238,7 +246,7 @@ class Rewriter:
     def remove(self, node: fx.Node, became: str = "removed") -> Value:
         self.note(node, became)
         source = node.all_input_nodes[0]
-        _hand_on(node, source)
+        hand_on(node, source)
         node.replace_all_uses_with(source)
         self.gm.graph.erase_node(node)
         return self.values[source]
@@ -278,6 +286,7 @@ class Rewriter:
         return Value(Kind.FACTOR, cause=cause, maker=node.name)
 
 
+_RESHAPES = frozenset("view reshape flatten unflatten".split())
 _PAIRS = "add sub rsub mul multiply div divide matmul maximum minimum"
 _OF_ONE = (
     "mean sum cumsum roll flip chunk unbind narrow select tensorsplit abs absolute max min amax "
@@ -304,7 +313,7 @@ def _by_position(node: fx.Node) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _hand_on(old: fx.Node, new: fx.Node, within: tuple[str, ...] | None = None) -> None:
+def hand_on(old: fx.Node, new: fx.Node, within: tuple[str, ...] | None = None) -> None:
     """Another value is now what blocks return: all of them, or those that it is computed in."""
     for mark in (RETURNED_BY, PART_OF):
         names = old.meta.get(mark, ())
@@ -319,67 +328,6 @@ def share_weight(weights: dict[Tensor, Tensor], old: Any, new: Any) -> None:
     shared = weights.setdefault(old.weight, new.weight)
     if shared.shape == new.weight.shape:
         new.weight = shared
-
-
-def assigned(x: Tensor, place: Any, value: Any) -> Tensor:
-    """`x` with `value` at `place`, as a new tensor."""
-    x = x.clone()
-    x[place] = value
-    return x
-
-
-_IN_PLACE: dict[Any, Any] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    operator.imatmul: operator.matmul,
-    operator.setitem: assigned,
-}
-
-
-_VIEWS = frozenset(
-    "getitem view reshape permute transpose t squeeze unsqueeze expand flatten unflatten chunk "
-    "split unbind narrow select getattr".split()
-)
-
-
-def _out_of_place(graph: fx.Graph) -> list[fx.Node]:
-    """x.add_(y) as x = x.add(y): with an activation gone, x may be the value of others as well.
-
-    Returned are those that change a view of a value which is used again, and that value with it.
-    """
-    met: set[fx.Node] = set()
-    through_views: list[fx.Node] = []
-    for node in graph.nodes:
-        met.add(node)
-        target: Any = node.target
-        if node.op == "call_function" and target in _IN_PLACE:
-            node.target = _IN_PLACE[target]
-        elif node.op == "call_method" and target.endswith("_") and not target.endswith("__"):
-            node.target = target.removesuffix("_")
-        else:
-            continue
-        changed = node.args[0]
-        if isinstance(changed, fx.Node):
-            if target is operator.setitem:
-                node.meta["shape"] = changed.meta.get("shape", ())
-            if any(user not in met for user in _viewed(changed).users) and _is_view(changed):
-                through_views.append(node)
-            _hand_on(changed, node, tuple(node.meta.get("nn_module_stack") or ()))
-            changed.replace_all_uses_with(node, lambda user: user not in met)
-    return through_views
-
-
-def _is_view(node: fx.Node) -> bool:
-    return name_of(node) in _VIEWS and isinstance(node.args[0], fx.Node)
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    """What a view, or a view of a view, is one of."""
-    while _is_view(node):
-        node = cast(fx.Node, node.args[0])
-    return node
 
 
 #: What a rule is: it may change the graph around a node, and says what kind its value is.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -143,6 +145,8 @@ def _layer(r: Rewriter, node: fx.Node, module: Any) -> Value:
     """A convolution or a linear layer."""
     value = r.joined(node)
     r.doubt_unless_images_lead(node.all_input_nodes[0])
+    if _does_more(module, node.all_input_nodes[0].meta.get("shape", ())):
+        return r.as_factor(node)
     if value.raw and getattr(module, "groups", 1) > 1:
         _pair_channels(r, node, node.all_input_nodes[0], module.in_channels)
     how = (2 if value.raw else 1, r.options.b, r.options.max_out)
@@ -155,6 +159,20 @@ def _layer(r: Rewriter, node: fx.Node, module: Any) -> Value:
         make = bcos_linear if isinstance(module, nn.Linear) else bcos_convolution
         r.put_layer(node, module, make(module, *how))
     return replace(value, raw=False)
+
+
+def _does_more(module: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Whether a layer gives something without its weights, as where its code adds its input."""
+    is_torchs = type(module).forward.__module__.startswith("torch.nn.")
+    if is_torchs or any(p.is_meta for p in module.parameters()):
+        return False
+    module = copy.deepcopy(module).eval()
+    with torch.no_grad(), suppress(RuntimeError):
+        weight = next(module.parameters())
+        for parameter in module.parameters():
+            parameter.zero_()
+        return bool(module(torch.ones(2, *shape[1:]).to(weight)).any())
+    return False
 
 
 def _pair_channels(r: Rewriter, node: fx.Node, x: fx.Node, channels: int) -> None:

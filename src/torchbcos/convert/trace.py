@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from torchbcos._arguments import is_int
 from torchbcos.convert.tracers import (
@@ -23,6 +24,7 @@ from torchbcos.convert.tracers import (
     is_auxiliary,
     sources,
 )
+from torchbcos.undisturbed import generators_as_before
 
 __all__ = [
     "BATCH",
@@ -30,6 +32,7 @@ __all__ = [
     "TraceError",
     "UndecidableError",
     "as_pair",
+    "computes_the_same",
     "likely_channels",
     "shapes",
     "submodule",
@@ -223,11 +226,46 @@ class _ShapeInterpreter(fx.Interpreter):
         value = super().run_node(n)
         if isinstance(value, Tensor):
             n.meta["shape"] = tuple(value.shape)
+            n.meta["dtype"] = value.dtype
         elif isinstance(value, int | tuple):
             n.meta["size"] = value
         if n is self._last:
             raise _Reached
         return value
+
+
+@torch.no_grad()
+def computes_the_same(
+    gm: fx.GraphModule, module: nn.Module, channels: int, size: tuple[int, int]
+) -> bool:
+    """Whether the graph gives what the module's own code gives for two random images.
+
+    A symbol is no tensor, and code may ask for that: by `isinstance`, by `try`, or where it looks
+    something up by a size. Nor do views in the graph know what they are views of. Where weights
+    have no values this is not known, and taken for true.
+    """
+    if any(t.is_meta for t in itertools.chain(module.parameters(), module.buffers())):
+        return True
+    like = empty_image(module, (2, channels, *size))
+    images = torch.rand(like.shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    own, graph = copy.deepcopy(module).train(gm.training), copy.deepcopy(gm)
+    for part in graph.modules():  # hooks of layers go with them, and must make no difference
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
+    outputs: list[list[Tensor]] = []
+    for network in (own, graph):
+        with generators_as_before(like.device):
+            torch.manual_seed(0)
+            try:
+                found = network(images.to(like))
+            except Exception:  # where its own code does not run there is nothing to compare
+                return not outputs
+        outputs.append([t for t in tree_leaves(found) if isinstance(t, Tensor)])
+    return len(outputs[0]) == len(outputs[1]) and all(
+        a.shape == b.shape
+        and torch.allclose(a, b, 0, 1e-4 * float(a.nan_to_num().abs().max()), equal_nan=True)
+        for a, b in zip(*outputs, strict=True)
+    )
 
 
 def likely_channels(module: nn.Module) -> list[int]:

@@ -93,6 +93,9 @@ class Tracer(fx.Tracer):
         self._leaf_names = leaf_names
         self.proxy_buffer_attributes = proxy_buffers
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Symbol(node, self)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return (
             isinstance(m, LEAVES)
@@ -121,6 +124,21 @@ class Tracer(fx.Tracer):
         _, *names = inspect.signature(root_fn).parameters
         image = self.create_proxy("placeholder", names[0] if names else "x", (), {})
         return (lambda root, x: root_fn(root, x)), [self.root, image]
+
+
+def _in_place(name: str) -> Callable[[Any, Any], fx.Proxy]:
+    def change(self: fx.Proxy, other: Any) -> fx.Proxy:
+        target = getattr(operator, name)
+        return self.tracer.create_proxy("call_function", target, (self, other), {})
+
+    return change
+
+
+class _Symbol(fx.Proxy):
+    """That `x += y` changes x, as torch's own symbols do not know, is part of the graph."""
+
+    __iadd__, __isub__ = _in_place("iadd"), _in_place("isub")
+    __imul__, __itruediv__ = _in_place("imul"), _in_place("itruediv")
 
 
 class DependsOnValuesError(Exception):
@@ -272,7 +290,7 @@ def goes_by_device(graph: fx.Graph) -> bool:
     return any(BESIDE_THE_POINT in node.meta for node in graph.nodes)
 
 
-class _Followed(fx.Proxy):
+class _Followed(_Symbol):
     """A symbol whose value for the example is known."""
 
     tracer: FollowingTracer

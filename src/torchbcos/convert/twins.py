@@ -219,7 +219,12 @@ SHIFTED_WINDOWS = frozenset({"shiftedwindowattention", "shiftedwindowattentionv2
 
 
 def attention_twin(module: Any, b: float, max_out: int, norm: bool) -> nn.Module | None:
-    """The same of B-cos layers; None for other modules, and for attention to learned tokens."""
+    """The same of B-cos layers; None for other modules, and for attention to learned tokens.
+
+    Also None for classes whose own code does otherwise than torch's.
+    """
+    if isinstance(module, ATTENTION) and not type(module).forward.__module__.startswith("torch."):
+        return None
     if isinstance(module, nn.MultiheadAttention):
         if module.bias_k is not None or module.add_zero_attn:
             return None
@@ -236,6 +241,8 @@ def attention_twin(module: Any, b: float, max_out: int, norm: bool) -> nn.Module
         )
     if isinstance(module, nn.TransformerEncoderLayer):
         inner = attention_twin(module.self_attn, b, max_out, norm)
+        if inner is None:
+            return None
         assert isinstance(inner, attention.BcosMultiheadAttention)
         return attention.BcosTransformerEncoderLayer(
             inner,

@@ -178,8 +178,9 @@ def _look(model: BcosModel, x: Tensor, layers: Sequence[Layer]) -> Seen:
         maps = layer.maps(out).flatten(2)  # [B, C, H·W]
         if maps.dtype in (torch.float16, torch.bfloat16):
             maps = maps.float()
-        length = torch.linalg.vector_norm(maps, dim=2)  # several times quicker than var_mean
-        found[layer.name] = (*maps.max(2), maps.mean(2), length / math.sqrt(maps.shape[2]))
+        means = maps.mean(2)
+        length = torch.linalg.vector_norm(maps - means[:, :, None], dim=2)  # quicker than var_mean
+        found[layer.name] = (*maps.max(2), means, length / math.sqrt(maps.shape[2]))
 
     looks = {layer.name: (lambda out, layer=layer: reduce(layer, out)) for layer in layers}
     with torch.no_grad():

@@ -31,7 +31,7 @@ class Seen:
     peaks: Tensor  # [B, U] the largest activation of each image
     where: Tensor  # [B, U] its position on the map, y · width + x
     means: Tensor  # [B, U] over the positions of each image
-    rms: Tensor  # [B, U] the root of the mean square over them
+    stds: Tensor  # [B, U] the deviation over them, with which no digits cancel out
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Tally:
             torch.cat([self.images, numbers.expand(units, -1)], 1),
             torch.cat([self.positions, batch.where.T.int()], 1),
         )
-        self._add_moments(size, *_moments(batch.means, batch.rms), *_moments(batch.peaks))
+        self._add_moments(size, *_moments(batch.means, batch.stds), *_moments(batch.peaks))
         self.active += (batch.peaks > active_above).sum(0)
         self.seen += size
 
@@ -136,13 +136,13 @@ class Tally:
         }
 
 
-def _moments(means: Tensor, rms: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _moments(means: Tensor, stds: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Mean and spread over images from those of each image, [B, U] → [U]."""
     means = means.double()
     mean = means.mean(0)
     spread = (means - mean).square().sum(0)
-    if rms is not None:
-        spread += (rms.double().square() - means.square()).clamp(min=0).sum(0)
+    if stds is not None:
+        spread += stds.double().square().sum(0)
     return mean, spread
 
 
