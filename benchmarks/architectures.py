@@ -17,7 +17,6 @@ import argparse
 import gc
 import json
 import logging
-import platform
 import sys
 import time
 import warnings
@@ -33,7 +32,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchbcos as tb
 from torchbcos.attention import BcosMultiheadAttention, BcosShiftedWindowAttention
-from torchbcos.evidence import commit
+from torchbcos.checkpoint import write_atomically
+from torchbcos.evidence import commit, device_name
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 0
@@ -183,33 +183,17 @@ def gates_held(model: tb.BcosModel) -> int:
     return products + sum(isinstance(m, kinds) for m in model.modules())
 
 
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.machine()
-    return f"CPU: {model}, {torch.get_num_threads()} thread(s)"
-
-
 def evidence() -> dict[str, Any]:
     return {
         "command": "python benchmarks/architectures.py",
         "seed": SEED,
-        "platform": processor(),
+        "platform": f"CPU: {device_name('cpu')}, {torch.get_num_threads()} thread(s)",
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
         "timm": timm.__version__,
         "classes": CLASSES,
         "limits": LIMITS,
     }
-
-
-def write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -321,10 +305,10 @@ def main() -> None:
         print(line_of(rows[name]), flush=True)
         ordered = [rows[n] for n in known if n in rows]
         content = json.dumps({"evidence": proof, "networks": ordered}, indent=1, ensure_ascii=False)
-        write_atomically(arguments.out, content + "\n")
+        write_atomically(arguments.out, f"{content}\n".encode())
         gc.collect()
     ordered = [rows[n] for n in known if n in rows]
-    write_atomically(arguments.docs, page(ordered, proof))
+    write_atomically(arguments.docs, page(ordered, proof).encode())
     print(f"{sum(row['converts'] for row in ordered)} of {len(ordered)} convert")
 
 

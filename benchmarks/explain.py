@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 import torchbcos as tb
 from torchbcos.data import shapes
 from torchbcos.encoding import encode
-from torchbcos.evidence import command, commit
+from torchbcos.evidence import command, commit, device_name
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 0
@@ -94,21 +93,13 @@ def seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
-
-
 def evidence(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": command("python", "benchmarks/explain.py"),
         "commit": commit(),
         "seed": SEED,
         "threads": torch.get_num_threads(),
-        "cpu": processor(),
+        "cpu": device_name("cpu"),
         "torch": torch.__version__,
         "torchbcos": tb.__version__,
         "bcos": metadata.version("bcos"),

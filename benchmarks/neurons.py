@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -26,7 +25,7 @@ import torch
 
 import torchbcos as tb
 from torchbcos.data import Images
-from torchbcos.evidence import command, commit
+from torchbcos.evidence import command, commit, device_name
 from torchbcos.neurons import collect, memory_bound
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,16 +71,6 @@ def measured(work: Callable[[], Any], device: str) -> tuple[float, int]:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     return seconds, torch.cuda.max_memory_allocated() - before if on_gpu else 0
-
-
-def hardware(device: str) -> str:
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
 
 
 def main() -> None:
@@ -133,7 +122,7 @@ def main() -> None:
             "command": command("python", "benchmarks/neurons.py"),
             "commit": commit(),
             "seed": SEED,
-            "hardware": hardware(device),
+            "hardware": device_name(device),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "torchbcos": tb.__version__,

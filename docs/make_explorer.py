@@ -15,7 +15,7 @@ SETTLED = "document.querySelectorAll('.loading').length === 0"
 
 def main() -> None:
     photos = [str(ROOT / "examples" / "photos" / name) for name in ("church.jpg", "cat.jpg")]
-    command = [sys.executable, "-m", "torchbcos.cli", "serve", *photos, "--port", "0"]
+    command = [sys.executable, "-m", "torchbcos", "serve", *photos, "--port", "0"]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
         sync_playwright() as playwright,

@@ -80,11 +80,11 @@ groups have at least twenty steps: 10.9 ms, 1.02 of the floor's 10.7, and the co
 the floor, so what is beyond is the host's. A part may be the measurement's: the last of these three
 waited for the device after every two steps, which a training does not.
 
-The host may change from step to step: on one more, in a profile of which no file was kept, three rounds of
-twenty steps took 12.3, 12.0 and 10.7 ms, the floor 10.5 in each. Launching steps, with images too
-small to keep the device busy, took Python there 6.8 ms for ours, 7.2 for the conventional network
-and 3.2 for the floor. On the host of 392f917 it was (`python benchmarks/launches.py`,
-`results/launches_gpu.json`):
+The host may change from step to step: on one more, in a profile of which no file was kept, three
+rounds of twenty steps took 12.3, 12.0 and 10.7 ms, the floor 10.5 in each. Launching steps, with
+images too small to keep the device busy, took Python there 6.8 ms for ours, 7.2 for the
+conventional network and 3.2 for the floor. On the host of 392f917 it was
+(`python benchmarks/launches.py`, `results/launches_gpu.json`):
 """
 AFTER_HOST = """\
 There the launches alone, 11.0 ms, are more than the kernels' 10.4. Of the 203 kernels that a step

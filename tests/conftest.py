@@ -40,3 +40,12 @@ def reproduce(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(module, "output", Console(width=300))
         monkeypatch.setattr(module, "errors", Console(width=300, stderr=True))
     return caller(monkeypatch, capsys, "reproduce")
+
+
+@pytest.fixture
+def little_data(monkeypatch):
+    """Whatever a training opens, it gets a few shapes."""
+    from small_training import few_shapes
+    from torchbcos import train
+
+    monkeypatch.setattr(train, "open_data", lambda *_, **__: few_shapes())

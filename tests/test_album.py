@@ -366,13 +366,6 @@ def test_the_folder_is_made_and_may_be_there(model, folder):
         assert album.page == deep / "page.html"
 
 
-def test_a_file_in_the_folders_place_is_refused(model, folder):
-    (folder / "out").write_text("in the way")
-    with pytest.raises(ValueError, match=r"`--out` .* a file"):
-        album_of([photo(folder / "a.png")], model, folder)
-    assert (folder / "out").read_text() == "in the way"
-
-
 def test_models_of_grey_images_have_albums_too(folder):
     model = make_model(in_channels=1)
     album = album_of([photo(folder / "a.png")], model, folder)

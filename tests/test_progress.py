@@ -9,13 +9,10 @@ import types
 import pytest
 from rich.console import Console
 
-from small_training import QUIET, config, few_shapes
+from small_training import QUIET, config
 from torchbcos import progress, train
 
-
-@pytest.fixture(autouse=True)
-def little_data(monkeypatch):
-    monkeypatch.setattr(train, "open_data", lambda *_, **__: few_shapes())
+pytestmark = pytest.mark.usefixtures("little_data")
 
 
 def test_elsewhere_there_is_one_plain_line_for_each_epoch(tmp_path):

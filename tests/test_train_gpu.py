@@ -26,11 +26,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def little_data(monkeypatch):
-    monkeypatch.setattr(train, "open_data", lambda *_, **__: few_shapes())
-
-
 @pytest.mark.parametrize(
     "changes",
     [

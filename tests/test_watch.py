@@ -11,12 +11,10 @@ from small_training import QUIET, config, few_shapes
 from torchbcos import train
 from torchbcos.watch import Watch
 
-pytestmark = pytest.mark.filterwarnings("ignore:this model's γ:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def little_data(monkeypatch):
-    monkeypatch.setattr(train, "open_data", lambda *_, **__: few_shapes())
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:this model's γ:UserWarning"),
+    pytest.mark.usefixtures("little_data"),
+]
 
 
 def train_with(monkeypatch, change, at=2, **changes):

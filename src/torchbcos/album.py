@@ -18,7 +18,6 @@ from torch import Tensor
 from torchbcos import render
 from torchbcos._arguments import why_unsuitable
 from torchbcos.checkpoint import write_atomically
-from torchbcos.cli_common import check_folder
 from torchbcos.explain import explain
 from torchbcos.explanation import Explanation
 from torchbcos.images import ImageError, find_images, read_image
@@ -90,7 +89,6 @@ def make_album(
     paths: Sequence[str], model: BcosModel, request: Request, out: Path, progress: Console
 ) -> Album:
     """Explain every image that can be read, write pictures and page.html to `out`."""
-    check_folder(out)
     targets = _check_request(request, model)
     album = Album()
     sections: list[Section] = []

@@ -14,7 +14,15 @@ from rich.table import Table
 
 from torchbcos import cli_bench, cli_localise, cli_reproduce, cli_serve
 from torchbcos._version import __version__
-from torchbcos.cli_common import AsJson, Device, ModelName, as_text, complain, console
+from torchbcos.cli_common import (
+    AsJson,
+    Device,
+    ModelName,
+    as_text,
+    check_folder,
+    complain,
+    console,
+)
 from torchbcos.cli_neurons import app as neurons_app
 
 app = typer.Typer(
@@ -113,6 +121,7 @@ def explain(
         style=style,
         size=size or None,
     )
+    check_folder(out)
     network = load(model or default_name(), device=device)
     run = make_album(images, network, request, out, errors)
     if as_json:
@@ -373,7 +382,3 @@ app.command(epilog="Example: torchbcos serve examples/photos/church.jpg --browse
 app.command(epilog="Example: torchbcos bench --device cuda --only training,captured")(
     cli_bench.bench
 )
-
-
-if __name__ == "__main__":
-    main()

@@ -41,7 +41,7 @@ def cores() -> int:
 
 def without_home(words: str) -> str:
     """A path or command with ~ for the folder of whoever ran it."""
-    return words.replace(f"{Path.home()}/", "~/")
+    return words.replace(f"{Path.home()}{os.sep}", "~/")
 
 
 def device_name(device: torch.device | str) -> str:
@@ -49,7 +49,7 @@ def device_name(device: torch.device | str) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.machine()

@@ -34,12 +34,19 @@ _tape: ContextVar[FactorTape | None] = ContextVar("torchbcos_tape", default=None
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
 
+
 # Compiled code recompiles when a context variable changes, in versions of torch that know how to
 # look at one (2.10 and 2.11 do not). In others it looks at `_entered`, which is the same for all
 # threads: there, do not run compiled models in one thread while another explains.
-_DYNAMO_READS_CONTEXTS = "ContextVarGetSource" in (
-    Path(torch.__file__).parent / "_dynamo" / "source.py"
-).read_text(encoding="utf-8")
+def _dynamo_reads_contexts() -> bool:
+    source = Path(torch.__file__).parent / "_dynamo" / "source.py"
+    try:
+        return "ContextVarGetSource" in source.read_text(encoding="utf-8")
+    except OSError:  # torch came without its sources, as in a frozen application
+        return False
+
+
+_DYNAMO_READS_CONTEXTS = _dynamo_reads_contexts()
 
 
 class _Entered:

@@ -18,8 +18,8 @@ from torchbcos.architectures import OURS, SIZES, builder, list_models
 from torchbcos.convert import Conversion, Report, convert_lazily, convert_network
 from torchbcos.convert.trace import as_pair
 from torchbcos.encoding import check_images, check_values, encode
-from torchbcos.functional import add_offset
 from torchbcos.layers import BcosLayer
+from torchbcos.mode import add_offset
 from torchbcos.presets import paper_preset
 from torchbcos.v2_networks import v2_network
 
@@ -72,7 +72,6 @@ class BcosModel(nn.Module):
         classes: Sequence[str] | None = None,
         report: Report | None = None,
         architecture: Architecture | None = None,
-        provenance: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.network = network
@@ -88,7 +87,7 @@ class BcosModel(nn.Module):
         self.classes = tuple(map(str, classes)) if classes is not None else None
         self.report = report
         self.architecture = architecture or Architecture(None, {})
-        self.provenance = provenance or {}
+        self.provenance: dict[str, Any] = {}
         self.temperature = 1.0
         self.logit_bias = default_logit_bias(self.num_classes)
         self.scaling = "none"
