@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -136,6 +137,16 @@ def test_both_helps_have_an_example(run):  # noqa: F811
         code, out, err = run(*command, "--help")
         assert (code, err) == (0, "")
         assert re.search(rf"Example: +torchbcos {' '.join(command)} ", " ".join(out.split()))
+
+
+def test_a_folder_of_data_with_the_name_of_a_bundled_model(run, place, tmp_path, monkeypatch):  # noqa: F811
+    shutil.copytree(place / "set", tmp_path / "known")
+    bundled = {"known": place / "m.safetensors"}
+    monkeypatch.setattr("torchbcos.checkpoint._bundled", lambda: bundled)
+    assert (
+        run("neurons", "--model", "known", "--data", "known", "--out", "units", "--top", 2)[0] == 0
+    )
+    assert run("neurons", "show", "units", "--top", 1)[0] == 0
 
 
 def test_brackets_in_class_names_are_shown(run, place, tmp_path):  # noqa: F811

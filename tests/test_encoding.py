@@ -78,6 +78,12 @@ def test_decoding_refuses_what_cannot_be_pairs(shape):
         decode(torch.rand(shape))
 
 
+def test_bytes_are_not_encoded():
+    """One minus them would go round."""
+    with pytest.raises(TypeError, match=r"dtype torch.uint8.* must be floating point in 0..1: use"):
+        encode(torch.full((1, 3, 2, 2), 200, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("channels", [1, 3, 5])
 def test_good_images_pass(dtype, channels):

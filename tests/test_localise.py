@@ -136,7 +136,7 @@ def test_the_presets_differ_in_threshold_and_in_the_image_passed_over():
     logits = torch.full((200, 10), -5.0)
     logits[torch.arange(200), labels] = -1.0  # right, but not sure
     assert plan_grids(logits, labels, grids=10).shape == (10, 9)
-    with pytest.raises(ValueError, match="enough for 0"):
+    with pytest.raises(ValueError, match="enough for 0: take a model that gets more right, or a"):
         plan_grids(logits, labels, grids=10, preset="released")
     sure = logits + 5
     released = plan_grids(sure, labels, grids=10, preset="released")
@@ -146,7 +146,7 @@ def test_the_presets_differ_in_threshold_and_in_the_image_passed_over():
 def test_too_few_images_are_said_to_be_so_with_the_number_that_is_possible():
     labels = torch.arange(45) % 9
     logits = torch.nn.functional.one_hot(labels, 9).float()
-    with pytest.raises(ValueError, match=r"`grids` \(=6\).*enough for 5"):
+    with pytest.raises(ValueError, match=r"`grids` \(=6\).*enough for 5: ask for at most that"):
         plan_grids(logits, labels, grids=6, n=3)
     assert plan_grids(logits, labels, grids=5, n=3).shape == (5, 9)
 

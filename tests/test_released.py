@@ -198,3 +198,9 @@ def test_a_conventional_networks_file_is_named_as_such(tmp_path):
         torch.save(network.state_dict(), tmp_path / "m.pth")
         with pytest.raises(ValueError, match="it holds a conventional network's weights"):
             tb.load(tmp_path / "m.pth")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    for path in (tmp_path / "none.pth", tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"`path` \(='.*'\) is no file"):
+            load_released(path, b=2)

@@ -114,6 +114,7 @@ def test_the_list_and_mistakes(reproduce, colours):
         ("cifar",): "`study` (='cifar') must be of: cifar10, imagenette, imagenet",
         ("cifar10",): "`--data` is missing",
         ("cifar10", *there, "--only", "maxout-b2,plain"): "did you mean plain-b2",
+        ("cifar10", *there, "--only", "?"): "must name experiments: --list shows all",
         ("cifar10", *there, "--methods", "ixgg"): "`--methods` (='ixgg')",
         ("cifar10", *there, "epoch=2"): "`epoch` is no setting",
         ("cifar10", "--page", "--results", "nowhere"): "`--results` (='nowhere')",

@@ -31,11 +31,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture
-def little_data(monkeypatch):
-    monkeypatch.setattr(train, "open_data", lambda *_, **__: few_shapes())
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -222,12 +217,13 @@ def test_a_killed_training_frees_its_folder_though_what_reads_images_lives_on(tm
         with pytest.raises(ValueError, match="is in use by a training that runs"), held(tmp_path):
             pass
         training.kill()
-        training.communicate()
+        training.wait()  # not for the end of its output, which the child holds open
         with held(tmp_path):
             os.kill(child, 0)  # which is still there
     finally:
         training.kill()
         os.kill(child, signal.SIGKILL)
+        training.communicate()
 
 
 def test_pictures_follow_the_tests(little_data, tmp_path):
@@ -470,6 +466,11 @@ def test_weights_of_one_module_can_be_lengthened_alone():
     assert weight.square().mean().sqrt().item() == pytest.approx(0.5)
     with pytest.raises(ValueError, match=r"`weight_rms_in` \(='third'\) must be a module"):
         set_weight_rms(model, 0.5, "third")
+    for rms in (0, -1, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"`rms` \(=.*\) must be a number above 0"):
+            set_weight_rms(model, rms)
+    with pytest.raises(TypeError, match=r"`model` \(a Linear\) must be a B-cos model"):
+        set_weight_rms(nn.Linear(2, 2), 0.5)
 
 
 def test_long_weights_compute_the_same_and_turn_less(little_data, tmp_path):

@@ -236,7 +236,8 @@ def test_bad_arguments_end_with_a_sentence(monkeypatch, capsys, tmp_path):
     assert code == 2
     assert f"`--port` (={port}) of 127.0.0.1 cannot be used" in complaint
     code, _, complaint = call("--host", "999.1.1.1", "--port", 0, "--model", "cifar10")
-    assert (code, "of 999.1.1.1 cannot be used" in complaint) == (2, True)
+    assert code == 2
+    assert "`--host` (='999.1.1.1') must be an address of this machine." in complaint
     (tmp_path / "notes.jpg").write_text("hello")
     code, _, complaint = call(tmp_path / "notes.jpg")
     assert (code, "is no image that Pillow can read" in complaint) == (2, True)
@@ -250,7 +251,7 @@ def test_bad_arguments_end_with_a_sentence(monkeypatch, capsys, tmp_path):
 
 
 def test_the_command_answers_until_it_is_interrupted():
-    command = [sys.executable, "-m", "torchbcos.cli", "serve", str(PHOTOS), "--model", "cifar10"]
+    command = [sys.executable, "-m", "torchbcos", "serve", str(PHOTOS), "--model", "cifar10"]
     with subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True) as server:
         try:
             line = server.stdout.readline()

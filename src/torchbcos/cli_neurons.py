@@ -77,7 +77,7 @@ def neurons(
             classes=opened.classes,
             fabric=fabric,
             resume=resume,
-            about={"model": _place(name), "data": _place(data), "split": split},
+            about={"model": _place(name, is_model=True), "data": _place(data), "split": split},
             progress=console(stderr=True),
         )
     except KeyboardInterrupt as error:
@@ -142,9 +142,13 @@ def show(
     console().print(f"Open {out}", soft_wrap=True, markup=False)
 
 
-def _place(name: str) -> str:
-    """A path that is true from any folder, if it is one: the page may be made in another."""
-    return str(Path(name).resolve()) if Path(name).exists() else name
+def _place(name: str, *, is_model: bool = False) -> str:
+    """A path that is true from any folder, if it is one: the page may be made in another.
+
+    A model is a file; a folder of its name, as of the data it knows, is another thing.
+    """
+    path = Path(name)
+    return str(path.resolve()) if (path.is_file() if is_model else path.exists()) else name
 
 
 def _open(name: str, data: str, split: str, device: str) -> tuple[BcosModel, Split, ImageSet]:

@@ -14,6 +14,10 @@ from torch import Tensor
 
 __all__ = ["begin_check_values", "check_images", "check_values", "decode", "encode"]
 
+_NO_FLOATS = (
+    "`images` (dtype {}) must be floating point in 0..1: use images.float() / 255 for 8-bit images."
+)
+
 
 def encode(images: Tensor) -> Tensor:
     """[…, C, H, W] in 0..1 → […, 2C, H, W]: the channels, then one minus each.
@@ -21,6 +25,8 @@ def encode(images: Tensor) -> Tensor:
     >>> encode(torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1)).flatten()
     tensor([0.2500, 0.5000, 1.0000, 0.7500, 0.5000, 0.0000])
     """
+    if not images.is_floating_point():
+        raise TypeError(_NO_FLOATS.format(images.dtype))
     return torch.cat([images, 1 - images], dim=-3)
 
 
@@ -69,10 +75,7 @@ def check_images(images: Tensor, channels: int = 3) -> None:
             remedy = f"this model was made for images of {channels} channels"
         raise ValueError(f"`images` (shape {shape}) must be [N, {channels}, H, W]: {remedy}.")
     if not images.is_floating_point():
-        raise TypeError(
-            f"`images` (dtype {images.dtype}) must be floating point in 0..1: use "
-            "images.float() / 255 for 8-bit images."
-        )
+        raise TypeError(_NO_FLOATS.format(images.dtype))
     if 0 in shape:
         raise ValueError(f"`images` (shape {shape}) is empty.")
 

@@ -97,8 +97,8 @@ def explain(
     units: list[Any] = list(unit) if isinstance(unit, list) else [unit]
     if not units:
         raise ValueError("`unit` (=[]) must hold at least one unit.")
+    refuse_conventional(model, "W(x)·x is not what it gives")
     if layer is not None:
-        refuse_conventional(model, "W(x) of its layers does not sum up to their outputs")
         _warn_of_factor(_network_of(model), layer)
     if isinstance(targets, Iterator):
         targets = list(targets)  # for every chunk

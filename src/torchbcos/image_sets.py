@@ -93,8 +93,8 @@ class ImageFiles:
         if bad == "fail":
             raise DataError(
                 f"{len(damaged)} of {len(self)} images cannot be read: "
-                f"{next(iter(damaged.values())).removesuffix('.')}; mend or remove them, or train "
-                "with bad='skip', which leaves them out."
+                f"{next(iter(damaged.values())).removesuffix('.')}; mend or remove them (a "
+                "training leaves them out with bad='skip')."
             )
         good = [i for i in range(len(self)) if i not in damaged]
         if not good:

@@ -65,11 +65,14 @@ def plan_grids(
         found = _fair(queues, grids, n * n, seed)
     if len(found) < grids:
         counts = [len(q) for q in queues.values()]
+        remedy = "ask for at most that many" if found else "take a model that gets more right"
+        if n > 2:
+            remedy += ", or a smaller `n`"
         raise ValueError(
             f"`grids` (={grids}) of {n}×{n} need {grids * n * n} images that the model gets right"
             f"{' and is sure of' if preset == 'released' else ''}, of {n * n} classes at a time; "
             f"there are {sum(counts)} in {sum(map(bool, counts))} classes, enough for "
-            f"{len(found)}: ask for at most that many{', or for a smaller `n`' if n > 2 else ''}."
+            f"{len(found)}: {remedy}, or give more images."
         )
     plan = torch.tensor(found)
     if preset == "released":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -43,6 +44,15 @@ def set_weight_rms(model: BcosModel, rms: float, within: str = "") -> None:
     cosines of a new layer with d inputs are about 1 / √d. Where a step changes them by as much, in
     every layer of a deep network without norms, its logits grow without bound.
     """
+    if not isinstance(model, BcosModel):
+        raise TypeError(
+            f"`model` (a {type(model).__name__}) must be a B-cos model, of create_model or convert."
+        )
+    if not 0 < rms < math.inf:
+        raise ValueError(
+            f"`rms` (={rms}) must be a number above 0: 0.3 suits deep networks without norms; the "
+            "weights that layers begin with need no call."
+        )
     layers = dict(model.bcos_layers())
     chosen = [
         layer for name, layer in layers.items() if not within or f"{name}.".startswith(f"{within}.")

@@ -43,7 +43,10 @@ def load_released(path: str | os.PathLike[str], *, b: float | None = None) -> Bc
     `b` is the exponent, which no file tells; all released networks have 2 but v1's for CIFAR-10,
     of which there is one for each B. Nothing in the file is executed.
     """
-    tensors, is_v1 = _read(Path(path))
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"`path` (={str(path)!r}) is no file.")
+    tensors, is_v1 = _read(path)
     found = _recognise(tensors)
     if b is None and found.name == "cifar9":
         raise ValueError(
@@ -70,7 +73,7 @@ def load_released(path: str | os.PathLike[str], *, b: float | None = None) -> Bc
         if isinstance(layer, BcosConv2d):
             layer.eps = EPS
     model.scaling = "released"
-    model.provenance = {"weights": f"B-cos v{1 if is_v1 else 2}", "file": Path(path).name}
+    model.provenance = {"weights": f"B-cos v{1 if is_v1 else 2}", "file": path.name}
     if found.name != "cifar9":  # both programs test the middle of images of a larger size
         part = 299 / 320 if found.name == "inception_v3" else 224 / 256
         model.provenance["config"] = {"test_part": part}

@@ -192,7 +192,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "tuple[str, ...]": (
         lambda v: isinstance(v, tuple) and all(isinstance(x, str) for x in v),
-        "a list of names",
+        """a list of names, as in 'augment=["flip"]', with these quotes""",
     ),
     "collections.abc.Mapping[str, typing.Any]": (
         lambda v: isinstance(v, Mapping),

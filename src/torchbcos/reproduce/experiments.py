@@ -50,8 +50,8 @@ class Study:
         for name in chosen:
             if name not in self.experiments:
                 close = difflib.get_close_matches(name, self.experiments, 3)
+                meant = f"did you mean {' or '.join(close)}? " if close else ""
                 raise ValueError(
-                    f"`--only` (={name!r}) must name experiments: did you mean "
-                    f"{' or '.join(close or self.experiments)}? --list shows all."
+                    f"`--only` (={name!r}) must name experiments: {meant}--list shows all."
                 )
         return [self.experiments[name] for name in chosen]

@@ -44,6 +44,10 @@ def _listen(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        listening.listen()  # so that who is told the address can ask at once
+    except socket.gaierror as error:
+        listening.close()
+        raise ValueError(f"`--host` (={host!r}) must be an address of this machine.") from error
     except (OSError, OverflowError) as error:
         listening.close()
         reason = getattr(error, "strerror", None) or str(error)
