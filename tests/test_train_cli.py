@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from rich.console import Console
 
 from cases import caller
@@ -61,6 +62,19 @@ def test_an_interruption_while_images_are_read_is_named(run, monkeypatch):
     monkeypatch.setattr(train, "open_data", interrupt)
     code, out, err = run("train", "shapes", *SMALL)
     assert (code, out, err) == (130, "", "torchbcos: interrupted.\n")
+
+
+def test_too_little_memory_is_said_in_one_sentence(run, monkeypatch):
+    monkeypatch.setattr(train, "open_data", lambda *_, **__: torch.empty(2**50, dtype=torch.uint8))
+    code, _, err = run("train", "shapes", *SMALL)
+    assert code == 2
+    assert err == (
+        "torchbcos: there is no memory for 1125899906842624 bytes more: use smaller images or "
+        "batches.\n"
+    )
+    monkeypatch.setattr(train, "open_data", lambda *_, **__: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):  # a mistake of ours is no user's
+        run("train", "shapes", *SMALL)
 
 
 def test_the_list_shows_every_recipe(run):

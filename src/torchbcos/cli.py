@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
 from io import TextIOWrapper
@@ -56,6 +57,11 @@ def main() -> None:
         fail(str(error))
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}." if error.filename else str(error))
+    except (MemoryError, RuntimeError) as error:
+        size = re.search(r"(?i)allocate ([\d.]+ ?\w+)", str(error))  # torch says it so
+        if size is None:
+            raise
+        fail(f"there is no memory for {size[1]} more: use smaller images or batches.")
 
 
 def fail(sentence: str) -> NoReturn:
