@@ -214,7 +214,9 @@ def test_what_was_killed_or_stopped_goes_on(colours, tmp_path):
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
     def after(count):
+        end = time.monotonic() + 300
         while epochs() < count:
+            assert time.monotonic() < end, "the training has stopped"
             time.sleep(0.02)
 
     forkserver._forkserver._stop()  # that of other tests
