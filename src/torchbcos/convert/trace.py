@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from torchbcos._arguments import is_int
+from torchbcos._cuda import cuda_settings
 from torchbcos.convert.tracers import (
     DependsOnValuesError,
     FollowingTracer,
@@ -254,7 +255,7 @@ def computes_the_same(
         part._forward_pre_hooks.clear()
     outputs: list[list[Tensor]] = []
     for network in (own, graph):
-        with generators_as_before(like.device):
+        with generators_as_before(like.device), cuda_settings(tf32=False, benchmark=False):
             torch.manual_seed(0)
             try:
                 found = network(images.to(like))
