@@ -129,20 +129,19 @@ def test_it_has_no_explanation_of_its_own(one):
     [
         tb.calibrate,
         tb.signal,
-        tb.explain,
         lambda model, images: tb.explain(model, images, layer="0", unit=0),
         lambda model, images: neurons.unit_contributions(model, images, "0"),
         lambda model, images: neurons.most_active_for(model, images[0], "0"),
     ],
-    ids=[
-        "calibrate",
-        "signal",
-        "explain",
-        "explain a unit",
-        "unit_contributions",
-        "most_active_for",
-    ],
+    ids=["calibrate", "signal", "explain", "unit_contributions", "most_active_for"],
 )
 def test_what_only_bcos_layers_have_is_not_asked_of_it(one, ask):
     with pytest.raises(ValueError, match=r"^`model` is conventional, and .*: use a B-cos model\.$"):
         ask(*one)
+
+
+def test_an_explanation_of_it_warns_that_it_is_none(one):
+    model, images = one
+    with pytest.warns(UserWarning, match=r"`model` is conventional: W\(x\)·x is not its output"):
+        e = tb.explain(model, images)
+    assert e.residual.abs().max() > 1e-3 * e.outputs.abs().max()

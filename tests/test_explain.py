@@ -1125,3 +1125,16 @@ def test_explanations_can_be_compared():
     e = tb.explain(converted(), pictures())
     assert e == e
     assert e != tb.explain(converted(), pictures())
+
+
+def test_offsets_that_no_image_can_be_told_of_are_refused():
+    class TokensFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = tb.norms.UncentredLayerNorm(6)
+
+        def forward(self, x):
+            return self.norm(x.flatten(2).permute(2, 0, 1)).mean(0)
+
+    with pytest.raises(ValueError, match="images are not the first dimension, so that they cannot"):
+        tb.explain(TokensFirst(), torch.rand(3, 6, 4, 4), 0)

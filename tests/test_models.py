@@ -311,6 +311,7 @@ def test_the_same_seed_gives_the_same_model():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.filterwarnings("ignore:`model` is conventional")
 @pytest.mark.parametrize(
     "make",
     [

@@ -22,7 +22,7 @@ from torchbcos.encoding import begin_check_values, check_images
 from torchbcos.explanation import Explanation
 from torchbcos.functional import collect_offsets, record_factors, replay_factors
 from torchbcos.layout import tap_with_axis
-from torchbcos.models import BcosModel, refuse_conventional
+from torchbcos.models import BcosModel, ConventionalModel, refuse_conventional
 from torchbcos.tap import is_in_graph, node_of, tap
 from torchbcos.targets import Targets, resolve_targets, targets_of_chunk
 from torchbcos.undisturbed import generators_as_before, looks_at_batch, undisturbed
@@ -97,8 +97,14 @@ def explain(
     units: list[Any] = list(unit) if isinstance(unit, list) else [unit]
     if not units:
         raise ValueError("`unit` (=[]) must hold at least one unit.")
-    refuse_conventional(model, "W(x)·x is not what it gives")
+    if layer is None and isinstance(model, ConventionalModel):
+        warnings.warn(
+            "`model` is conventional: W(x)·x is not its output, and `residual` says by how much it "
+            "misses. The methods of torchbcos.posthoc are for such models.",
+            stacklevel=2,
+        )
     if layer is not None:
+        refuse_conventional(model, "W(x) of its layers does not sum up to their outputs")
         _warn_of_factor(_network_of(model), layer)
     if isinstance(targets, Iterator):
         targets = list(targets)  # for every chunk
@@ -183,6 +189,11 @@ def _explain_chunk(
                     f"{len(x)} images, which it has taken apart: give a layer before or after it."
                 )
             values, indices, positions = _pick_units(activation, axis, units, layer)
+        if any(len(offset) % len(x) for offset in offsets):
+            raise ValueError(
+                "`model` adds an offset, as the bias of a norm is, where images are not the first "
+                "dimension, so that they cannot be told apart: let images come first there."
+            )
         rows, bias = rows_and_bias(values, x, offsets, create_graph)
         outputs = values.detach()
         if create_graph:  # from the pass that the images' derivatives know
@@ -216,11 +227,6 @@ def rows_and_bias(
     Images do not mix, so one backward pass gives a row for each image of the batch.
     """
     rows, biases = [], []
-    if any(len(offset) % len(x) for offset in offsets):
-        raise ValueError(
-            "`model` adds an offset, as the bias of a norm is, where the images are not the first "
-            "dimension, so that those of each image cannot be told apart: let images come first."
-        )
     wide = torch.promote_types(x.dtype, torch.float32)
     for column in values.unbind(1):
         # fmt: off

@@ -226,7 +226,9 @@ def _computed(
     try:
         with torch.no_grad():
             logits = logits_of(model, network_input(model, images))
-        return logits, explain(model, images, targets)
+        with warnings.catch_warnings():  # of a conventional network the logits are all that counts
+            warnings.filterwarnings("ignore", "`model` is conventional")
+            return logits, explain(model, images, targets)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"`size` (={images.shape[-1]}) does not suit the network: "
