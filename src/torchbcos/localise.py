@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from torchbcos.smoothing import smoothed
 
 __all__ = [
     "Summary",
@@ -212,7 +213,7 @@ def score_cells(attributions: Tensor, n: int, smooth: int = 0) -> Tensor:
     check_window(smooth, height, width)
     maps = attributions.detach().float()
     if smooth:
-        maps = F.avg_pool2d(maps, smooth, stride=1, padding=smooth // 2)
+        maps = smoothed(maps, smooth)
     maps = maps.clamp(min=0).view(-1, n * n, n, height // n, n, width // n)
     mass = maps.sum((3, 5), dtype=torch.float64).flatten(2)  # [G, target, cell]
     own, total = mass.diagonal(dim1=1, dim2=2), mass.sum(2)
