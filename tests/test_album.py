@@ -174,7 +174,7 @@ def test_every_part_of_a_page_is_escaped(field):
     evil = "<i>&\"'"
     say = {name: evil if name == field else "plain" for name in
            ("title", "lead", "heading", "panel", "caption", "head", "cell")}  # fmt: skip
-    panel = Panel(say["panel"], np.zeros((2, 2, 3), np.uint8), say["caption"])
+    panel = Panel(say["panel"], png(np.zeros((2, 2, 3), np.uint8)), say["caption"])
     section = Section(say["heading"], [[panel]], [say["head"]], [[say["cell"]]])
     page = Page(build_page(say["title"], say["lead"], [section]))
     assert "i" not in page.tags
@@ -182,7 +182,7 @@ def test_every_part_of_a_page_is_escaped(field):
 
 
 def test_each_picture_has_words_of_its_own():
-    picture = np.zeros((2, 2, 3), np.uint8)
+    picture = png(np.zeros((2, 2, 3), np.uint8))
     panels = [Panel("church", picture, "W(x)"), Panel("church", picture), Panel("", picture)]
     text = build_page("title", "lead", [Section("Scores", [panels])])
     assert re.findall(r'alt="(.*?)"', text) == ["church, W(x)", "church", "Scores"]

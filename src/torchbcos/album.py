@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -211,8 +210,8 @@ def _show(
     used: set[str],
 ) -> tuple[Section, Result]:
     pictures, maps = render.colour(e, style=request.style)[0], render.contributions(e)[0]
-    photo = render.photo(image)
-    groups = [[Panel("input", photo, f"{photo.shape[1]}×{photo.shape[0]} px")]]
+    height, width = image.shape[-2:]
+    groups = [[Panel("input", png(render.photo(image)), f"{width}×{height} px")]]
     files, rows = [], []
     out.mkdir(parents=True, exist_ok=True)
     for k in range(e.outputs.shape[1]):
@@ -220,13 +219,18 @@ def _show(
         rows.append(row)
         share = "" if row.probability is None else f", {row.probability:.1%}"
         total = e.contributions[0, k].sum().item()
-        picture = Panel(row.name, pictures[k], f"W(x) in colour{share}")
-        groups.append([picture, Panel(row.name, maps[k], f"contributions, sum {total:.2f}")])
+        picture, contributed = png(pictures[k]), png(maps[k])
+        groups.append(
+            [
+                Panel(row.name, picture, f"W(x) in colour{share}"),
+                Panel(row.name, contributed, f"contributions, sum {total:.2f}"),
+            ]
+        )
         slug = re.sub(r"[^A-Za-z0-9]+", "-", row.name).strip("-")[:60] or str(row.index)
-        files.append(_write(out, f"{name}-{slug}", used, pictures[k]))
-        files.append(_write(out, f"{name}-{slug}-contributions", used, maps[k]))
+        files.append(_write(out, f"{name}-{slug}", used, picture))
+        files.append(_write(out, f"{name}-{slug}-contributions", used, contributed))
     if request.delta:
-        difference = render.delta(e, 0, 1)[0]
+        difference = png(render.delta(e, 0, 1)[0])
         title = f"{rows[0].name} − {rows[1].name}"
         groups.append([Panel(title, difference, f"orange: more for {rows[0].name}")])
         files.append(_write(out, f"{name}-delta", used, difference))
@@ -242,9 +246,9 @@ def _row(e: Explanation, k: int) -> Row:
     return Row(name, int(e.targets[0, k]), value, probability, e.residual[0, k].item())
 
 
-def _write(out: Path, stem: str, used: set[str], picture: np.ndarray) -> Path:
+def _write(out: Path, stem: str, used: set[str], picture: bytes) -> Path:
     path = out / f"{_unused(stem, used)}.png"
-    write_atomically(path, png(picture))
+    write_atomically(path, picture)
     return path
 
 

@@ -18,7 +18,7 @@ from torchbcos.checkpoint import write_atomically
 from torchbcos.data import ImageSet
 from torchbcos.explain import explain
 from torchbcos.localise_run import Game, MethodScores, Played, grid_images
-from torchbcos.page import Panel, Section, build_page
+from torchbcos.page import Panel, Section, build_page, png
 from torchbcos.plots import accuracy_and_localisation, score_boxes
 from torchbcos.posthoc import METHODS, Method
 
@@ -119,9 +119,12 @@ def extreme_grids(
         for g in chosen.tolist():
             grids, labels = grid_images(images, played.plan[g : g + 1], game.n)
             pictures = _pictures(method, game.given(model, method), grids, labels.cpu())[0]
-            panels = [Panel("input", _small(render.photo(grids[0])), f"mean score {means[g]:.2f}")]
+            photo = png(_small(render.photo(grids[0])))
+            panels = [Panel("input", photo, f"mean score {means[g]:.2f}")]
             panels += [
-                Panel(classes[int(label)], _small(_lined(pictures[k], game.n, k)), f"{score:.2f}")
+                Panel(
+                    classes[int(label)], png(_small(_lined(pictures[k], game.n, k))), f"{score:.2f}"
+                )
                 for k, (label, score) in enumerate(zip(labels[0], best.scores[g], strict=True))
             ]
             title = f"{word} of {played.name}, {method.label}: grid {g + 1}"
@@ -186,8 +189,7 @@ def _plot_section(title: str, path: Path, figure: Figure) -> Section:
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=150, format="png")
     write_atomically(path, buffer.getvalue())
-    picture = np.asarray(Image.open(buffer).convert("RGB"))
-    return Section(title, [[Panel("", picture, wide=True)]])
+    return Section(title, [[Panel("", buffer.getvalue(), wide=True)]])
 
 
 def _table(played: Sequence[Played]) -> Section:

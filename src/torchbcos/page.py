@@ -19,7 +19,7 @@ class Panel:
     """One picture with a line above and one below."""
 
     title: str
-    picture: np.ndarray  # uint8 [H, W, 3 or 4]
+    picture: bytes  # a PNG
     caption: str = ""
     wide: bool = False  # as wide as the page, for plots
 
@@ -35,8 +35,9 @@ class Section:
 
 
 def png(picture: np.ndarray) -> bytes:
+    """Of uint8 [H, W, 3 or 4]."""
     buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, "PNG", optimize=True)
+    Image.fromarray(picture).save(buffer, "PNG", compress_level=4)  # 9: 7 % smaller, 10 × slower
     return buffer.getvalue()
 
 
@@ -65,7 +66,7 @@ def _section(section: Section) -> str:
 
 
 def _panel(panel: Panel, place: str) -> str:
-    data = base64.b64encode(png(panel.picture)).decode()
+    data = base64.b64encode(panel.picture).decode()
     title, caption = html.escape(panel.title), html.escape(panel.caption)
     seen = ", ".join(filter(None, (title, caption))) or html.escape(place)
     return (
