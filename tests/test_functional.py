@@ -200,15 +200,21 @@ def test_channels_last_3d_stays_channels_last(groups):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("max_out", [1, 2])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_inference_of_large_images_gives_the_same_bits(layout, max_out, dtype):
+@pytest.mark.parametrize("b", [1.0, 1.3, 1.75, 2.0, 2.5, 3.0])
+def test_large_images_give_the_same_bits_however_they_are_looked_at(b, layout, max_out, dtype):
     x = random(0, 3, 8, 48, 48, dtype=dtype).contiguous(memory_format=layout)
     weight = random(1, 64 * max_out, 8, 3, 3, dtype=dtype)
     before = x.clone(), weight.clone()
+    how = {"b": b, "max_out": max_out, "scale": 1.5}
     with torch.no_grad():
-        found = BF.bcos_conv2d(x, weight, max_out=max_out, scale=1.5)
+        found = BF.bcos_conv2d(x, weight, **how)
     assert found[0].numel() >= LARGE
-    expected = BF.bcos_conv2d(x, weight.requires_grad_(), max_out=max_out, scale=1.5)
-    assert torch.equal(found, expected)
+    weight.requires_grad_()
+    assert torch.equal(found, BF.bcos_conv2d(x, weight, **how))
+    with BF.explanation_mode():
+        assert torch.equal(found, BF.bcos_conv2d(x, weight, **how))
+    with BF.record_factors():
+        assert torch.equal(found, BF.bcos_conv2d(x, weight, **how))
     assert torch.equal(x, before[0])
     assert torch.equal(weight, before[1])
 

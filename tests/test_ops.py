@@ -14,7 +14,7 @@ from torchbcos import ops
 from torchbcos.ops import reference
 
 DTYPES = list(TOLERANCE)
-EXPONENTS = [1.0, 1.01, 1.5, 2.0, 2.5, 6.0, 30.0, 200.0]
+EXPONENTS = [1.0, 1.01, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 4.0, 6.0, 30.0, 200.0]
 
 
 def formula(lin, norm, b, scale):
@@ -70,7 +70,27 @@ def test_the_factor_is_the_power_of_the_cosine(b):
     assert_agrees(reference.bcos_factor(lin, sq_norm, b, 0.3), right)
 
 
-@pytest.mark.parametrize("b", [1.0, 1.3, 2.0, 3.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("b", EXPONENTS[1:])
+def test_cosines_that_are_no_normal_numbers_have_the_factor_0(b, dtype):
+    tiny = torch.finfo(dtype).tiny
+    lin = torch.tensor([[0.0, tiny / 4, -tiny / 2, tiny, 0.9, math.nan]], dtype=dtype)
+    lin.requires_grad_()
+    sq_norm = torch.ones(1, 1, dtype=dtype)
+    factor = reference.bcos_factor(lin, sq_norm, b, 1.0)
+    expected = [0.0, 0.0, 0.0, tiny ** (b - 1), 0.9 ** (b - 1)]
+    if b == 2:
+        expected = [abs(v) for v in lin[0, :5].tolist()]  # nothing is raised to a power
+    assert_agrees(factor[0, :5], expected, dtype)
+    (grad,) = torch.autograd.grad(factor[0, :5].sum(), lin, retain_graph=True)
+    assert grad.isfinite().all()
+    scaled = reference.bcos_scale(lin, sq_norm, b, 1.0)
+    exact = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(scaled, reference.multiply(lin, factor), **exact)
+    assert scaled[0, 5].isnan()
+
+
+@pytest.mark.parametrize("b", [1.0, 1.25, 1.3, 1.5, 2.0, 2.75, 3.5])
 def test_second_derivatives_of_the_scale(b):
     lin = torch.tensor([[0.5, -0.9], [1.4, -0.6]], dtype=torch.float64, requires_grad=True)
     sq_norm = torch.tensor([[1.5], [4.0]], dtype=torch.float64, requires_grad=True)

@@ -30,6 +30,13 @@ Hold = Callable[[Tensor], Tensor]
 #: Values of one image that are worth a loop over the images.
 LARGE = 2**17
 
+_LARGEST_DENORMAL = {
+    kind: torch.nextafter(
+        torch.tensor(torch.finfo(kind).tiny, dtype=kind), torch.tensor(0.0, dtype=kind)
+    ).item()
+    for kind in (torch.float32, torch.float64)
+}
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type the formula is computed in: float32 for the half types, otherwise the same."""
@@ -196,13 +203,29 @@ def bcos_factor(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
 def _constant_factor(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
     """`bcos_factor` to the bit, without derivatives and with fewer new tensors."""
     lin, n = lin.to(accumulation_dtype(lin.dtype)), _norm(sq_norm)
+    if not _by_images(lin):
+        return _factor(lin, n, b, scale)
+    factor = torch.empty_like(lin)
+    for image, own, part in zip(lin, n, factor, strict=True):
+        _factor(image, own, b, scale, out=part)
+    return factor
+
+
+def _by_images(lin: Tensor) -> bool:
+    """Whether each image is worth a turn of its own, in which all of it stays in the cache."""
+    return _only_values(lin) and lin.numel() >= LARGE * max(len(lin), 1)
+
+
+def _factor(lin: Tensor, n: Tensor, b: float, scale: float, out: Tensor | None = None) -> Tensor:
     if b == 2:
-        return lin.abs().mul_(scale / n)
-    factor = (lin / n).abs_()
+        return torch.abs(lin, out=out).mul_(scale / n)
+    c = torch.div(lin, n, out=out).abs_()
     if b > 2:
-        factor = factor.clamp(max=1)
-    nothing = factor < torch.finfo(factor.dtype).tiny  # as in `_power`
-    return factor.pow_(b - 1).masked_fill_(nothing, 0).mul_(scale)
+        c = torch.clamp(c, max=1, out=out)  # vmap does not know it in place
+    if b < 2.25:  # else its power is 0 anyway
+        c = torch.threshold(c, _LARGEST_DENORMAL[c.dtype], 0.0, out=out)
+    _raise(c, b - 1)
+    return c if scale == 1 else c.mul_(scale)
 
 
 def multiply(lin: Tensor, factor: Tensor) -> Tensor:
@@ -268,8 +291,8 @@ def bcos_conv(
 def _scaled(lin: Tensor, sq_norm: Tensor, b: float, scale: float, hold: Hold | None) -> Tensor:
     if b == 1 or hold is None:
         exact = lin.dtype == accumulation_dtype(lin.dtype)
-        if b == 2 and exact and _only_values(lin) and lin.numel() >= LARGE * max(len(lin), 1):
-            return _scaled_in_place(lin, scale / _norm(sq_norm))
+        if b != 1 and exact and _by_images(lin):
+            return _scaled_in_place(lin, _norm(sq_norm), b, scale)
         return bcos_scale(lin, sq_norm, b, scale)
     if hold is Tensor.detach:
         with torch.no_grad():
@@ -278,11 +301,10 @@ def _scaled(lin: Tensor, sq_norm: Tensor, b: float, scale: float, hold: Hold | N
     return multiply(lin, hold(bcos_factor(lin, sq_norm, b, scale)))
 
 
-def _scaled_in_place(lin: Tensor, factor: Tensor) -> Tensor:
-    """lin · |lin| · factor, image by image, while each is in the cache."""
-    length = torch.empty_like(lin[0])
-    for image, own in zip(lin, factor, strict=True):
-        image.mul_(torch.abs(image, out=length).mul_(own))
+def _scaled_in_place(lin: Tensor, n: Tensor, b: float, scale: float) -> Tensor:
+    factor = torch.empty_like(lin[0])
+    for image, own in zip(lin, n, strict=True):
+        image.mul_(_factor(image, own, b, scale, out=factor))
     return lin
 
 
@@ -348,7 +370,44 @@ def _power(c: Tensor, p: float) -> Tensor:
     if p == 1:
         return a
     nonzero = a >= torch.finfo(a.dtype).tiny
-    return torch.where(nonzero, torch.where(nonzero, a, 1.0).pow(p), 0.0)
+    a = torch.where(nonzero, a, 1.0)
+    power = a.pow(p) if torch.compiler.is_compiling() else _Power.apply(a, p)
+    return torch.where(nonzero, power, 0.0)
+
+
+class _Power(torch.autograd.Function):
+    """c^p as `_raise` computes it, with the derivatives of a power."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(c: Tensor, p: float) -> Tensor:
+        return _raise(c.clone(), p)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        c, ctx.p = inputs
+        ctx.save_for_backward(c)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (c,) = ctx.saved_tensors
+        return grad * (ctx.p * c.pow(ctx.p - 1)), None
+
+
+def _raise(c: Tensor, p: float) -> Tensor:
+    """c^p for c ≥ 0, in place; by roots, which are quick, where p is a number of quarters."""
+    if torch.compiler.is_compiling() or 4 * p not in range(13):
+        return c.pow_(p)
+    whole, rest = divmod(int(4 * p), 4)
+    if not rest:
+        return c.pow_(whole)
+    root = c.sqrt()
+    if rest == 1:
+        root.sqrt_()
+    elif rest == 3:
+        root.mul_(root.sqrt())
+    return c.pow_(whole).mul_(root)
 
 
 class _BcosScale(torch.autograd.Function):
