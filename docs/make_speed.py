@@ -262,10 +262,10 @@ def processor(document: Row) -> list[str]:
         "| | inference, ms | of the conventional's | training step, ms | of the conventional's |",
         "|---|---|---|---|---|",
     ]
-    for way in dict.fromkeys(r["way"] for r in rows):
-        times = {r["task"]: r["milliseconds"] for r in rows if r["way"] == way}
+    for way, b in dict.fromkeys((r["way"], r["b"]) for r in rows):
+        times = {r["task"]: r["milliseconds"] for r in rows if (r["way"], r["b"]) == (way, b)}
         cells = [f"{times[t]:.0f} | {times[t] / first[t]:.2f}" for t in ("inference", "training")]
-        lines.append(f"| {way} | {' | '.join(cells)} |")
+        lines.append(f"| {way}{'' if b == 2 else f', B = {b:g}'} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 

@@ -54,11 +54,10 @@ def suite(device: str) -> list[Case]:
     """What is compared, the most telling first; on a CPU only what takes minutes there."""
     ways = ("conventional", "floor", "pooled-floor", "ours")
     if device == "cpu":
-        return [
-            Case(way, task, batch=8)
-            for task in ("inference", "training")
-            for way in ("conventional", "floor", "peer", "ours")
-        ]
+        both = ("inference", "training")
+        ways = ("conventional", "floor", "peer", "ours")
+        cases = [Case(way, task, batch=8) for task in both for way in ways]
+        return cases + [Case("ours", task, b=b, batch=8) for task in both for b in (1.5, 2.5)]
     dense = partial(Case, arch="densenet121", batch=64)
     vgg, small = (
         partial(Case, arch="vgg11", batch=64),
