@@ -65,6 +65,25 @@ def test_requests_that_contradict_themselves_are_refused(folder, model, request_
         album_of([photo(folder / "a.png")], model, folder, **request_)
 
 
+@pytest.mark.parametrize(("top", "passes"), [(None, 1), (1, 1), (2, 2)])
+def test_the_network_runs_no_oftener_than_the_choice_of_classes_needs(folder, model, top, passes):
+    seen = []
+    layer = next(layer for _, layer in model.bcos_layers())
+    with layer.register_forward_hook(lambda *_: seen.append(1)):
+        (result,) = album_of([photo(folder / "a.png")], model, folder, top=top).results
+    assert len(seen) == passes
+    assert len(result.rows) == (top or 1)
+
+
+def test_lack_of_memory_is_not_laid_to_the_size(folder, model, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 GB")
+
+    monkeypatch.setattr("torchbcos.album.explain", fail)
+    with pytest.raises(RuntimeError, match="you tried to allocate 9 GB"):
+        album_of([photo(folder / "a.png")], model, folder)
+
+
 def test_a_number_is_no_place_where_classes_have_numbers_for_names(folder):
     model = make_model(("0", "1", "10", "2"))
     (result,) = album_of([photo(folder / "a.png")], model, folder, classes=("2",)).results

@@ -38,6 +38,15 @@ def test_localisation_rises_with_b(trained, images):
     assert means[2.5] > 0.85
 
 
+@pytest.mark.parametrize(
+    ("side", "n", "together"), [(32, 3, 8), (112, 3, 4), (224, 3, 1), (299, 3, 1)]
+)
+def test_large_grids_are_looked_at_few_at_a_time(side, n, together):
+    images = Images(torch.zeros(9, 3, side, side, dtype=torch.uint8), torch.arange(9))
+    found = localise_run._grids_at_once(Game(n=n), images, torch.device("cpu"))
+    assert found == together
+
+
 def test_scores_are_those_of_maps_made_one_by_one(trained, images, monkeypatch):
     model = trained[2.5]
     unsmoothed = posthoc.Method("unsmoothed", posthoc.grad, "", perturbs=True)

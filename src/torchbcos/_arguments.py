@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Integral, Real
 
 import torch
@@ -107,11 +108,24 @@ def padding_pairs(
     return tuple((total // 2, total - total // 2) for total in totals)
 
 
-def why_unsuitable(error: Exception, model: torch.nn.Module) -> str:
-    """Why images of a size are not for the network, from what it raised; without a full stop.
+@contextmanager
+def naming_size(what: str, model: torch.nn.Module, remedy: str = "") -> Iterator[None]:
+    """What the network raises for images of a size it does not take, in one sentence.
 
-    What networks of one size assert was written for the original network, before conversion.
+    That there is no memory is not the size's fault, and passes.
     """
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:
+        of_device = isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError))
+        if of_device or "allocate" in str(error):
+            raise
+        reason = _why_unsuitable(error, model)
+        raise ValueError(f"{what} does not suit the network: {reason}{remedy}.") from error
+
+
+def _why_unsuitable(error: Exception, model: torch.nn.Module) -> str:
+    """What networks of one size assert was written for the original one, before conversion."""
     reason = " ".join(str(error).split()).rstrip(".!")
     size = getattr(model, "input_size", None)
     if size is None:

@@ -15,9 +15,9 @@ from rich.progress import track
 from torch import Tensor
 
 from torchbcos import render
-from torchbcos._arguments import why_unsuitable
+from torchbcos._arguments import naming_size
 from torchbcos.checkpoint import write_atomically
-from torchbcos.explain import explain
+from torchbcos.explain import explain, logits_of, network_input
 from torchbcos.explanation import Explanation
 from torchbcos.images import ImageError, find_images, read_image
 from torchbcos.models import BcosModel, refuse_conventional
@@ -106,14 +106,9 @@ def make_album(
         if not batch:
             continue
         images = torch.stack([image for _, image in batch])
-        try:
+        height, width = images.shape[-2:]
+        with naming_size(f"`--size` (={height}×{width} px)", model):  # as too small for a pool
             e = _explain(model, images, targets, request)
-        except (RuntimeError, AssertionError) as error:  # as too small for a pool
-            height, width = images.shape[-2:]
-            raise ValueError(
-                f"`--size` (={height}×{width} px) does not suit the network: "
-                f"{why_unsuitable(error, model)}."
-            ) from error
         for (file, image), one in zip(batch, _each(e), strict=True):
             section, result = _show(file, names[file], image, one, request, out, used)
             sections.append(section)
@@ -186,12 +181,11 @@ def _explain(
     on_device = images.to(device)
     if request.layer is not None:
         return explain(model, on_device, layer=request.layer, unit=request.unit).to("cpu")
-    if targets is not None:
+    top = request.top or 1
+    if targets is not None or top == 1:  # the most likely class is what `explain` takes by itself
         return explain(model, on_device, targets).to("cpu")
     with torch.no_grad():
-        logits = model(on_device)
-        assert isinstance(logits, Tensor)
-        best = logits.topk(request.top or 1, dim=1).indices
+        best = logits_of(model, network_input(model, on_device)).topk(top, dim=1).indices
     return explain(model, on_device, best).to("cpu")
 
 

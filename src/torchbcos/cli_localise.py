@@ -57,7 +57,9 @@ def localise(
     ] = -1,
     size: Annotated[int, typer.Option(help="Pixels of a cell; 0: the model's.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of the random choice of classes.", min=0)] = 42,
-    batch: Annotated[int, typer.Option(help="Grids at once.", min=1)] = 8,
+    batch: Annotated[
+        int | None, typer.Option(help="Grids at once; else as the memory allows.", min=1)
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for scores, plots, page.")] = Path("localise"),
     as_json: AsJson = False,
     device: Device = "cpu",

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchbcos._arguments import why_unsuitable
+from torchbcos._arguments import naming_size
 from torchbcos._version import __version__
 from torchbcos.checkpoint import write_atomically
 from torchbcos.encoding import decode
@@ -223,17 +223,12 @@ def _shapes(values: Sequence[Any]) -> dict[str, Shape]:
 def _computed(
     model: BcosModel, images: Tensor, targets: Tensor | None = None
 ) -> tuple[Tensor, Explanation]:
-    try:
+    with naming_size(f"`size` (={images.shape[-1]})", model), warnings.catch_warnings():
         with torch.no_grad():
             logits = logits_of(model, network_input(model, images))
-        with warnings.catch_warnings():  # of a conventional network the logits are all that counts
-            warnings.filterwarnings("ignore", "`model` is conventional")
-            return logits, explain(model, images, targets)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"`size` (={images.shape[-1]}) does not suit the network: "
-            f"{why_unsuitable(error, model)}."
-        ) from error
+        # Of a conventional network the logits are all that counts.
+        warnings.filterwarnings("ignore", "`model` is conventional")
+        return logits, explain(model, images, targets)
 
 
 def _run(

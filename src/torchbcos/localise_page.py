@@ -141,7 +141,7 @@ def _best(played: Played) -> MethodScores:
 def _pictures(method: Method, model: nn.Module, images: Tensor, targets: Tensor) -> np.ndarray:
     """uint8 [N, K, H, W, 3 or 4]."""
     if method.inherent:
-        return render.colour(explain(model, images, targets, chunk=4).to("cpu"))
+        return render.colour(explain(model, images, targets).to("cpu"))
     maps = torch.cat(
         [method(model, x, t) for x, t in zip(images.split(1), targets.split(1), strict=True)]
     )

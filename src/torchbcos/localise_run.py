@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from torchbcos._arguments import why_unsuitable
+from torchbcos._arguments import naming_size
 from torchbcos._version import __version__
 from torchbcos.batches import at_once
 from torchbcos.checkpoint import write_atomically
 from torchbcos.data import ImageSet
 from torchbcos.disconnected import cell_targets, difull, dipart
+from torchbcos.evidence import device_name
 from torchbcos.explain import logits_of, network_input
 from torchbcos.game import Game
 from torchbcos.localise import (
@@ -40,6 +41,9 @@ from torchbcos.wrappers import check_together, unwrapped
 __all__ = ["Game", "MethodScores", "Played", "grid_images", "play"]
 
 _SAVE_EVERY = 30.0  # seconds
+# Grids that are looked at together: at most so many, and no more pixels than these on a CPU, or
+# these for each GiB of a GPU's free memory, of which DenseNet-121 keeps 2.5 kB for a pixel.
+_TOGETHER, _PIXELS, _PIXELS_PER_GIB = 8, 2**19, 2**15
 
 
 @dataclass(frozen=True)
@@ -88,11 +92,13 @@ def play(
     data: str = "",
     classes: int | None = None,
     out: Path | None = None,
-    batch: int = 8,
+    batch: int | None = None,
     console: Console | None = None,
     tell: Callable[[MethodScores], None] = lambda _: None,
 ) -> Played:
     """Score every method on the grids that `game` plans for this model.
+
+    So many grids as `batch` says are looked at together, by default as the memory allows.
 
     With `out` each method's scores are written to `out/METHOD.json` as they come, and what is there
     already from the same game is not computed again. Images and model must be on one device; the
@@ -101,7 +107,7 @@ def play(
     `classes` of the data is given, the model must have as many outputs.
     """
     game = game or Game()
-    if batch < 1:
+    if batch is not None and batch < 1:
         raise ValueError(f"`batch` (={batch}) must be at least 1 grid.")
     console = console or Console(quiet=True)
     chosen = choose_methods(methods, model)
@@ -116,51 +122,49 @@ def play(
                 f"`data` (={data!r}) has {classes} classes, and {name!r} has {outputs} outputs: "
                 "name images of the classes that it learned."
             )
-        return _play(model, images, chosen, game, name, data, out, batch, console, tell)
+        device = images.batch(torch.tensor([0]))[0].device
+        together = _grids_at_once(game, images, device) if batch is None else batch
+        logits = _predict(unwrapped(model), images, together * game.n**2, console)
+        plan = plan_grids(
+            logits, images.labels, grids=game.grids, n=game.n, preset=game.preset, seed=game.seed
+        )
+        identity = {
+            "torchbcos": __version__,
+            "model": name,
+            "weights": _digest(model),
+            "data": data,
+            "size": images.size,
+            "game": asdict(game),
+            "plan": hashlib.sha256(plan.numpy().tobytes()).hexdigest(),
+        }
+        run = _Run(images, game, plan, logits.shape[1], together, identity, device, out, console)
+        scores = _all_scored(run, model, chosen, name, tell)
+    accuracy = _right(logits, images.labels).double().mean().item()
+    return Played(name, accuracy, _exponent(model), plan, scores)
 
 
-def _play(
+def _all_scored(
+    run: _Run,
     model: nn.Module,
-    images: ImageSet,
     methods: Sequence[Method],
-    game: Game,
     name: str,
-    data: str,
-    out: Path | None,
-    batch: int,
-    console: Console,
     tell: Callable[[MethodScores], None],
-) -> Played:
-    logits = _predict(unwrapped(model), images, batch * game.n**2, console)
-    plan = plan_grids(
-        logits, images.labels, grids=game.grids, n=game.n, preset=game.preset, seed=game.seed
-    )
-    identity = {
-        "torchbcos": __version__,
-        "model": name,
-        "weights": _digest(model),
-        "data": data,
-        "size": images.size,
-        "game": asdict(game),
-        "plan": hashlib.sha256(plan.numpy().tobytes()).hexdigest(),
-    }
+) -> tuple[MethodScores, ...]:
     results: dict[str, MethodScores] = {}
     broken: list[str] = []
     for method in methods:
-        subject = _subject(game.given(model, method), images, plan, game)
+        subject = _subject(run.game.given(model, method), run.images, run.plan, run.game)
         twin = results.get(method.twin(subject))
         if twin is not None:
             results[method.name] = replace(
                 twin, method=method.name, label=method.label, seconds=0.0
             )
-            console.print(f"{method.label}: the same as {twin.label} here.", highlight=False)
+            run.console.print(f"{method.label}: the same as {twin.label} here.", highlight=False)
         else:
-            found = _score_method(
-                method, subject, images, plan, game, logits.shape[1], identity, out, batch, console
-            )
+            found = run.score(method, subject)
             bad = int((~np.isfinite(found.scores).all(1)).sum())
             if bad:
-                broken.append(f"{method.label} in {bad} of {len(plan)} grids")
+                broken.append(f"{method.label} in {bad} of {len(run.plan)} grids")
                 continue
             results[method.name] = found
         tell(results[method.name])
@@ -169,8 +173,7 @@ def _play(
             f"`methods` (={', '.join(broken)}) must give finite maps of {name!r}, and did not: "
             "leave them out, or look for logits that are not finite."
         )
-    accuracy = _right(logits, images.labels).double().mean().item()
-    return Played(name, accuracy, _exponent(model), plan, tuple(results.values()))
+    return tuple(results.values())
 
 
 def _right(logits: Tensor, labels: Tensor) -> Tensor:
@@ -184,55 +187,85 @@ def grid_images(images: ImageSet, rows: Tensor, n: int) -> tuple[Tensor, Tensor]
     return compose(cells, n), labels.view(len(rows), -1)
 
 
-def _score_method(
-    method: Method,
-    model: nn.Module,
-    images: ImageSet,
-    plan: Tensor,
-    game: Game,
-    classes: int,
-    identity: dict[str, Any],
-    out: Path | None,
-    batch: int,
-    console: Console,
-) -> MethodScores:
-    smooth = game.kernel(method, images.size[-1])
-    identity = {**identity, "method": method.name, "smooth": smooth}
-    path = out / f"{method.name}.json" if out is not None else None
-    done, seconds = _stored(path, identity)
-    labels = images.labels.cpu()[plan]  # [G, n·n]; on the CPU, so that no check waits for a GPU
-    if game.setting != "grid":
-        labels = cell_targets(labels, classes)
-    batch = 1 if method.perturbs else batch  # they fill the device by themselves
-    parts: list[Tensor] = [torch.tensor(done, dtype=torch.float64).reshape(-1, game.n**2)]
-    if len(done) == len(plan):
-        console.print(f"{method.label}: {len(done)} grids are scored already.", highlight=False)
-        return MethodScores(method.name, method.label, parts[0].numpy(), seconds)
-    started = saved = time.perf_counter()
-    with _progress(console) as progress:
-        task = progress.add_task(method.label, total=len(plan), completed=len(done))
-        for rows, targets in zip(
-            plan[len(done) :].split(batch), labels[len(done) :].split(batch), strict=True
-        ):
-            grids, _ = grid_images(images, rows, game.n)
-            scores = score_cells(method(model, grids, targets), game.n, smooth)
-            # Fast methods never wait for a GPU; of slow ones the time is to be known.
-            parts.append(scores.cpu() if method.perturbs else scores)
-            if progress.tasks[0].completed == len(done):
-                taken = time.perf_counter() - started
-                left = len(plan) - len(done)
-                _announce(console, method.label, taken, len(rows), left, "grids")
-            progress.advance(task, len(rows))
-            now = time.perf_counter()
-            if path is not None and now - saved > _SAVE_EVERY:
-                parts = [_joined(parts)]
-                _write(path, identity, parts[0], seconds + now - started, complete=False)
-                saved = now
-    scores = _joined(parts)
-    seconds += time.perf_counter() - started
-    if path is not None and bool(scores.isfinite().all()):
-        _write(path, identity, scores, seconds, complete=True)
-    return MethodScores(method.name, method.label, scores.numpy(), seconds)
+@dataclass(frozen=True)
+class _Run:
+    """A game of one model, whatever the method."""
+
+    images: ImageSet
+    game: Game
+    plan: Tensor
+    classes: int
+    batch: int
+    identity: dict[str, Any]
+    device: torch.device
+    out: Path | None
+    console: Console
+
+    def score(self, method: Method, model: nn.Module) -> MethodScores:
+        """By the file of earlier scores, as far as it goes; then on the grids that are left."""
+        images, plan, n = self.images, self.plan, self.game.n
+        smooth = self.game.kernel(method, images.size[-1])
+        identity = {**self.identity, "method": method.name, "smooth": smooth}
+        path = self.out / f"{method.name}.json" if self.out is not None else None
+        done, seconds = _stored(path, identity)
+        parts: list[Tensor] = [torch.tensor(done, dtype=torch.float64).reshape(-1, n**2)]
+        if len(done) == len(plan):
+            text = f"{method.label}: {len(done)} grids are scored already."
+            self.console.print(text, highlight=False)
+            return MethodScores(method.name, method.label, parts[0].numpy(), seconds)
+        labels = images.labels.cpu()[plan]  # [G, n·n]; there, so that no check waits for a GPU
+        if self.game.setting != "grid":
+            labels = cell_targets(labels, self.classes)
+        batch = 1 if method.perturbs else self.batch  # they fill the device by themselves
+        started = saved = time.perf_counter()
+        with _progress(self.console) as progress:
+            task = progress.add_task(method.label, total=len(plan), completed=len(done))
+            for rows, targets in zip(
+                plan[len(done) :].split(batch), labels[len(done) :].split(batch), strict=True
+            ):
+                grids, _ = grid_images(images, rows, n)
+                scores = score_cells(method(model, grids, targets), n, smooth)
+                # Fast methods never wait for a GPU; of slow ones the time is to be known.
+                parts.append(scores.cpu() if method.perturbs else scores)
+                if progress.tasks[0].completed == len(done):
+                    taken = time.perf_counter() - started
+                    left = len(plan) - len(done)
+                    _announce(self.console, method.label, taken, len(rows), left, "grids")
+                progress.advance(task, len(rows))
+                now = time.perf_counter()
+                if path is not None and now - saved > _SAVE_EVERY:
+                    parts = [_joined(parts)]
+                    passed = seconds + now - started
+                    self._write(path, identity, parts[0], passed, complete=False)
+                    saved = now
+        scores = _joined(parts)
+        seconds += time.perf_counter() - started
+        if path is not None and bool(scores.isfinite().all()):
+            self._write(path, identity, scores, seconds, complete=True)
+        return MethodScores(method.name, method.label, scores.numpy(), seconds)
+
+    def _write(
+        self, path: Path, identity: dict[str, Any], scores: Tensor, seconds: float, complete: bool
+    ) -> None:
+        document = {
+            "identity": identity,
+            "complete": complete,
+            **asdict(summarise(scores)),
+            "seconds": seconds,
+            "evidence": _evidence(self.device),
+            "scores": scores.tolist(),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, (json.dumps(document) + "\n").encode())
+
+
+def _grids_at_once(game: Game, images: ImageSet, device: torch.device) -> int:
+    pixels = _PIXELS
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        pixels = int(free / 2**30 * _PIXELS_PER_GIB)
+    height, width = images.size
+    return max(1, min(_TOGETHER, pixels // (game.n**2 * height * width)))
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -270,30 +303,13 @@ def _stored(path: Path | None, identity: dict[str, Any]) -> tuple[list[list[floa
         return [], 0.0
 
 
-def _write(
-    path: Path, identity: dict[str, Any], scores: Tensor, seconds: float, complete: bool
-) -> None:
-    document = {
-        "identity": identity,
-        "complete": complete,
-        **asdict(summarise(scores)),
-        "seconds": seconds,
-        "evidence": _evidence(),
-        "scores": scores.tolist(),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(document) + "\n").encode())
-
-
-def _evidence() -> dict[str, str]:
-    found = {"torchbcos": __version__, "torch": torch.__version__}
+def _evidence(device: torch.device) -> dict[str, str]:
+    found = {"torchbcos": __version__, "torch": torch.__version__, "device": device_name(device)}
     for package in ("captum", "lime", "scikit-image"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
     return found
 
 
@@ -308,17 +324,10 @@ def _check_fits(model: nn.Module, images: ImageSet, game: Game) -> int:
         grid = compose(cell.repeat(game.n**2, 1, 1, 1), game.n)
         sizes[f"a grid of {game.n}×{game.n} cells"] = grid
     for what, pixels in sizes.items():
-        try:
+        height, width = pixels.shape[-2:]
+        remedy = "choose another `size`" if what == "a cell" else "choose setting 'difull'"
+        with naming_size(f"{what} (={height}×{width} px)", inner, f"; {remedy}"):
             outputs = logits_of(inner, network_input(inner, pixels)).shape[1]
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # the device is to blame
-            raise
-        except (RuntimeError, AssertionError) as error:
-            height, width = pixels.shape[-2:]
-            remedy = "choose another `size`" if what == "a cell" else "choose setting 'difull'"
-            raise ValueError(
-                f"{what} (={height}×{width} px) does not suit the network: "
-                f"{why_unsuitable(error, inner)}; {remedy}."
-            ) from error
     return outputs
 
 

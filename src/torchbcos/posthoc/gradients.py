@@ -46,7 +46,7 @@ SAMPLES, NOISE = 25, 0.15  # of SmoothGrad; the noise as a part of the image's r
 @register("ours", label="Ours", inherent=True)
 def ours(model: nn.Module, images: Tensor, targets: Targets = None) -> Tensor:
     """The model's own contributions W(x)·x."""
-    return explain(model, images, targets, chunk=max(len(images), 1)).contributions
+    return explain(model, images, targets).contributions
 
 
 @register("grad", label="Grad")

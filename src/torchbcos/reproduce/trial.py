@@ -24,7 +24,7 @@ from torchbcos.baseline import to_explain
 from torchbcos.checkpoint import load, save, write_atomically
 from torchbcos.data import ImageSet, Split, open_data
 from torchbcos.evaluate import evaluate
-from torchbcos.evidence import cores, without_home
+from torchbcos.evidence import cores, device_name, without_home
 from torchbcos.localise import plan_grids
 from torchbcos.localise_run import Game, MethodScores, play
 from torchbcos.models import BcosModel, create_model
@@ -38,9 +38,6 @@ from torchbcos.training_state import MODEL, STATE
 __all__ = ["Trial"]
 
 UNITS = "neurons"  # the name of the result about inner units
-# Grids that are looked at together: at most so many, and no more pixels than these on a CPU, or
-# these for each GiB of a GPU's free memory, of which DenseNet-121 keeps 2.5 kB for a pixel.
-_TOGETHER, _PIXELS, _PIXELS_PER_GIB = 8, 2**20, 2**15
 
 
 @dataclass(frozen=True)
@@ -249,11 +246,9 @@ class Trial:
             )
 
         game = Game(grids, smooth=self.smooth)
-        pixels = game.n**2 * images.size[0] * images.size[1]
-        batch = max(1, min(_TOGETHER, _pixels_at_once() // pixels))
         play(
             model, images, methods, game, name=self.name, data=self.data,
-            out=self.folder / "scores", batch=batch, console=console, tell=tell,
+            out=self.folder / "scores", console=console, tell=tell,
         )  # fmt: skip
 
     def _as_json(self, scores: MethodScores) -> dict[str, Any]:
@@ -275,13 +270,6 @@ class Trial:
         }
 
 
-def _pixels_at_once() -> int:
-    if not torch.cuda.is_available():
-        return _PIXELS
-    free, _ = torch.cuda.mem_get_info()
-    return int(free / 2**30 * _PIXELS_PER_GIB)
-
-
 def _write(path: Path, document: Mapping[str, Any]) -> None:
     write_atomically(path, (_readable(document) + "\n").encode())
 
@@ -298,7 +286,7 @@ def _scaling(model: BcosModel) -> dict[str, Any]:
 
 def _machine(device: str) -> dict[str, Any]:
     return {
-        "hardware": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "hardware": device_name(device),
         "cores": cores(),
         "torch": torch.__version__,
         "torchbcos": __version__,
