@@ -33,8 +33,8 @@ __all__ = ["Explanation", "Targets", "Unit", "explain"]
 #: A channel (at its strongest position), (channel, y, x), or a function of the activation.
 Unit = int | tuple[int, int, int] | Callable[[Tensor], Tensor]
 
-#: How many images are explained at once where `chunk` is not given: so many at the most, and not
-#: more than have so many pixels, which on a CPU should stay near its caches.
+#: How many images are explained at once where `chunk` is not given: at most so many, and at most
+#: so many pixels, so that on a CPU activations stay near its caches.
 CHUNK = {"cpu": (32, 8 * 224 * 224), "cuda": (256, 256 * 224 * 224)}
 
 
@@ -53,10 +53,10 @@ def explain(
     `targets`: a class index or name; a list of them for every image; a tensor [N] or [N, K] for
     each image its own; or "all". `layer` is a submodule's name in the network, `unit` a channel
     (explained where it is strongest), (channel, y, x), a function from the activation, [N, C, H, W]
-    or as the layer has it, to one value per image [N], or a list of these. At most `chunk` images
-    are in memory at once, by default 8 of 224 pixels, or 256 on a GPU; all of them in training,
-    where norms, or parts that are not torch's, may take a batch's own statistics, which are a
-    chunk's if it is given.
+    or as the layer has it, to one value per image [N], or a list of these.
+
+    At most `chunk` images are in memory at once: by default 8 of 224×224 pixels, or 256 on a GPU.
+    In training it is the whole batch, whose statistics norms use; they would be each chunk's own.
     The model and the images are left as they were.
 
     With `create_graph` the explanation is differentiable, by the weights and by the images, and can
@@ -76,36 +76,10 @@ def explain(
     elif not isinstance(images, Tensor) or images.dim() != 4:
         shape = tuple(getattr(images, "shape", ()))
         raise ValueError(f"`images` (shape {shape}) must be a tensor [N, C, H, W].")
-    if chunk is None and any(map(_mixes_images, model.modules())):
-        chunk = max(1, len(images))  # in parts they would be divided by other statistics
-    elif chunk is None:
-        chunk, pixels = CHUNK.get(images.device.type, CHUNK["cpu"])
-        chunk = max(1, min(chunk, pixels // max(1, images.shape[2:].numel())))
-    if not isinstance(chunk, SupportsIndex) or chunk < 1:
-        raise ValueError(f"`chunk` (={chunk!r}) must be a whole number, of at least 1 image.")
-    chunk = operator.index(chunk)
-    if layer is None and unit is not None:
-        raise ValueError(f"`unit` (={unit!r}) needs `layer`: the name of the layer it is in.")
-    if layer is not None and (unit is None or targets is not None):
-        raise ValueError(f"`layer` (={layer!r}) needs `unit`, and `targets` only go with logits.")
-    check_together(model, images)
-    if any(p.is_inference() for p in model.parameters()):
-        raise ValueError(
-            "`model` has weights that were made within torch.inference_mode, which no derivative "
-            "passes: explain copy.deepcopy(model), made outside of it."
-        )
+    chunk = _chunk_of(chunk, model, images)
     units: list[Any] = list(unit) if isinstance(unit, list) else [unit]
-    if not units:
-        raise ValueError("`unit` (=[]) must hold at least one unit.")
-    if layer is None and isinstance(model, ConventionalModel):
-        warnings.warn(
-            "`model` is conventional: W(x)·x is not its output, and `residual` says by how much it "
-            "misses. The methods of torchbcos.posthoc are for such models.",
-            stacklevel=2,
-        )
-    if layer is not None:
-        refuse_conventional(model, "W(x) of its layers does not sum up to their outputs")
-        _warn_of_factor(_network_of(model), layer)
+    _check_request(model, layer, units, targets)
+    check_together(model, images)
     if isinstance(targets, Iterator):
         targets = list(targets)  # for every chunk
     if isinstance(targets, Tensor):
@@ -131,6 +105,43 @@ def explain(
     return replace(parts[0], **joined)  # type: ignore[arg-type]
 
 
+def _chunk_of(chunk: int | None, model: nn.Module, images: Tensor) -> int:
+    if chunk is None and any(map(_mixes_images, model.modules())):
+        return max(1, len(images))  # in parts they would be divided by other statistics
+    if chunk is None:
+        most, pixels = CHUNK.get(images.device.type, CHUNK["cpu"])
+        return max(1, min(most, pixels // max(1, images.shape[2:].numel())))
+    if not isinstance(chunk, SupportsIndex) or chunk < 1:
+        raise ValueError(f"`chunk` (={chunk!r}) must be a whole number, of at least 1 image.")
+    return operator.index(chunk)
+
+
+def _check_request(
+    model: nn.Module, layer: str | None, units: Sequence[Unit | None], targets: Targets
+) -> None:
+    if not units:
+        raise ValueError("`unit` (=[]) must hold at least one unit.")
+    if layer is None and units != [None]:
+        given = units[0] if len(units) == 1 else units
+        raise ValueError(f"`unit` (={given!r}) needs `layer`: the name of the layer it is in.")
+    if layer is not None and (None in units or targets is not None):
+        raise ValueError(f"`layer` (={layer!r}) needs `unit`, and `targets` only go with logits.")
+    if any(p.is_inference() for p in model.parameters()):
+        raise ValueError(
+            "`model` has weights that were made within torch.inference_mode, which no derivative "
+            "passes: explain copy.deepcopy(model), made outside of it."
+        )
+    if layer is not None:
+        refuse_conventional(model, "W(x) of its layers does not sum up to their outputs")
+        _warn_of_factor(_network_of(model), layer)
+    elif isinstance(model, ConventionalModel):
+        warnings.warn(
+            "`model` is conventional: W(x)·x is not its output, and `residual` says by how much it "
+            "misses. The methods of torchbcos.posthoc are for such models.",
+            stacklevel=3,
+        )
+
+
 def _network_of(model: nn.Module) -> nn.Module:
     return model.network if isinstance(model, BcosModel) else model
 
@@ -151,7 +162,7 @@ def _warn_of_factor(network: nn.Module, layer: str) -> None:
         warnings.warn(
             f"`layer` (={layer!r}) is not linear in the image because of {cause}: W(x)·x is not "
             "its output, and `residual` says by how much it misses.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
