@@ -8,10 +8,7 @@ from typing import Annotated
 
 import typer
 
-from torchbcos.cli_common import Device, ModelName, console
-
-output = console()
-errors = console(stderr=True)
+from torchbcos.cli_common import Device, ModelName, errors, output
 
 OFFERED = 100  # images on the page
 
@@ -57,7 +54,5 @@ def serve(
         host,
         port,
         browse=browse,
-        announce=lambda address: output.print(
-            f"Open {address} (Ctrl+C ends it).", soft_wrap=True, markup=False, highlight=False
-        ),
+        announce=lambda address: output.print(f"Open {address} (Ctrl+C ends it).", soft_wrap=True),
     )
