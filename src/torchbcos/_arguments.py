@@ -107,6 +107,11 @@ def padding_pairs(
     return tuple((total // 2, total - total // 2) for total in totals)
 
 
+def missing_package(what: str, package: str | None, extra: str) -> str:
+    """The sentence where one of the packages of an extra is not installed."""
+    return f"{what} needs the package {package}: install it with pip install 'torchbcos[{extra}]'."
+
+
 def why_unsuitable(error: Exception, model: torch.nn.Module) -> str:
     """Why images of a size are not for the network, from what it raised; without a full stop.
 
