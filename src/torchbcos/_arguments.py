@@ -12,7 +12,7 @@ PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
 def is_int(value: object) -> bool:
-    """Also one of NumPy's, which to keep is `int(value)`."""
+    """Python's or NumPy's integers, but no bool; store it as `int(value)`."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
