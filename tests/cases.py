@@ -11,7 +11,7 @@ from PIL import Image
 
 import torchbcos as tb
 from oracle import Layer
-from torchbcos import cli
+from torchbcos import cli, cli_common
 from torchbcos import functional as BF
 
 CONV = {1: BF.bcos_conv1d, 2: BF.bcos_conv2d, 3: BF.bcos_conv3d}
@@ -32,6 +32,8 @@ def gradients(function, *tensors, explain=False, weights=None):
 
 def caller(monkeypatch, capsys, *before):
     """A function that runs `torchbcos BEFORE ARGUMENTS`: its exit code, output and complaints."""
+    for console in (cli_common.output, cli_common.errors):
+        monkeypatch.setattr(console, "width", 300)
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["torchbcos", *before, *map(str, arguments)])

@@ -30,15 +30,9 @@ def trained():
 @pytest.fixture
 def reproduce(monkeypatch, capsys, tmp_path):
     """Runs `torchbcos reproduce ARGUMENTS` in an empty folder: its code, output and complaints."""
-    from rich.console import Console
-
     from cases import caller
-    from torchbcos import cli, cli_reproduce
 
     monkeypatch.chdir(tmp_path)
-    for module in (cli, cli_reproduce):
-        monkeypatch.setattr(module, "output", Console(width=300))
-        monkeypatch.setattr(module, "errors", Console(width=300, stderr=True))
     return caller(monkeypatch, capsys, "reproduce")
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
 
 import torchbcos as tb
 from cases import caller
@@ -37,8 +36,6 @@ def model_file(tmp_path_factory):
 def run(monkeypatch, capsys, tmp_path):
     """Runs `torchbcos ARGUMENTS`; anything but an exit is a traceback, and fails the test."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "output", Console(width=300))
-
     call = caller(monkeypatch, capsys)
 
     def checked(*arguments):

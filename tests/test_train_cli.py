@@ -4,11 +4,10 @@ import json
 
 import pytest
 import torch
-from rich.console import Console
 
 from cases import caller
 from small_training import few_shapes
-from torchbcos import cli, evaluate, train
+from torchbcos import evaluate, train
 from torchbcos.recipe import list_recipes
 
 
@@ -16,8 +15,6 @@ from torchbcos.recipe import list_recipes
 def run(monkeypatch, capsys, tmp_path):
     """Runs `torchbcos ARGUMENTS` on a few images: its code, output and complaints."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "output", Console(width=300))
-    monkeypatch.setattr(cli, "errors", Console(width=300, stderr=True))
     for module in (train, evaluate):
         monkeypatch.setattr(module, "open_data", lambda *_, **__: few_shapes())
 

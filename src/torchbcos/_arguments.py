@@ -13,7 +13,7 @@ PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
 def is_int(value: object) -> bool:
-    """Also one of NumPy's, which to keep is `int(value)`."""
+    """Python's or NumPy's integers, but no bool; store it as `int(value)`."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -106,6 +106,11 @@ def padding_pairs(
         )
     totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     return tuple((total // 2, total - total // 2) for total in totals)
+
+
+def missing_package(what: str, package: str | None, extra: str) -> str:
+    """The sentence where one of the packages of an extra is not installed."""
+    return f"{what} needs the package {package}: install it with pip install 'torchbcos[{extra}]'."
 
 
 @contextmanager

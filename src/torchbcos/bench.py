@@ -32,6 +32,8 @@ from torchbcos.explain import explain
 
 __all__ = ["BenchError", "Results", "bench", "check_kernels", "evidence"]
 
+PROFILED = 3  # steps whose kernels are timed
+
 
 class BenchError(RuntimeError):
     """The kernels are wrong here, so their speed says nothing."""
@@ -245,16 +247,16 @@ def _peak_bytes(case: Case) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def _busy(step: Callable[[], Any], count: int = 3) -> float:
+def _busy(step: Callable[[], Any]) -> float:
     """Milliseconds of kernels in one step."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
-        for _ in range(count):
+        for _ in range(PROFILED):
             step()
         torch.cuda.synchronize()
     events = [e for e in recorded.events() if e.device_type.name == "CUDA"]
-    return float(sum(e.device_time for e in events)) / count / 1000
+    return float(sum(e.device_time for e in events)) / PROFILED / 1000
 
 
 # What is written.

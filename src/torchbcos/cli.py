@@ -22,7 +22,8 @@ from torchbcos.cli_common import (
     as_text,
     check_folder,
     complain,
-    console,
+    errors,
+    output,
 )
 from torchbcos.cli_neurons import app as neurons_app
 
@@ -34,9 +35,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(neurons_app, name="neurons")
-# Results go to the output, progress and complaints to the error stream.
-output = console()
-errors = console(stderr=True)
 HERE = Path(__file__).parent  # whose warnings are words for users, too
 
 
@@ -47,7 +45,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     as_usual = warnings.showwarning
     warnings.showwarning = lambda words, kind, file, *rest: (
-        complain(errors, str(words))
+        complain(str(words))
         if Path(file).is_relative_to(HERE)
         else as_usual(words, kind, file, *rest)
     )
@@ -65,13 +63,13 @@ def main() -> None:
 
 
 def fail(sentence: str) -> NoReturn:
-    complain(errors, sentence)
+    complain(sentence)
     sys.exit(2)
 
 
 def _tell_version(asked: bool) -> None:
     if asked:
-        output.print(f"torchbcos {__version__}", highlight=False)
+        output.print(f"torchbcos {__version__}")
         raise typer.Exit
 
 
@@ -141,9 +139,9 @@ def explain(
                 table.add_row(*map(as_text, row.cells()))
             output.print(table)
         if run.page is not None:
-            output.print(f"Open {run.page}", soft_wrap=True, markup=False)
+            output.print(f"Open {run.page}", soft_wrap=True)
     for sentence in run.refused:
-        complain(errors, sentence)
+        complain(sentence)
     if run.refused:
         raise typer.Exit(2)
 
@@ -219,8 +217,8 @@ def convert(
         for change in report.changes:
             table.add_row(*map(as_text, (change.place, change.operation, change.became)))
         output.print(table)
-    output.print(str(report), markup=False, highlight=False)
-    output.print(f"{parameters / 1e6:.1f} million parameters.", highlight=False)
+    output.print(str(report))
+    output.print(f"{parameters / 1e6:.1f} million parameters.")
 
 
 @app.command(
@@ -269,7 +267,7 @@ def train(
 
     if show_list:
         for name, words in list_recipes().items():
-            output.print(f"{name:<40}{words}", highlight=False, markup=False, soft_wrap=True)
+            output.print(f"{name:<40}{words}", soft_wrap=True)
         return
     if not recipe:
         fail("a recipe is missing: torchbcos train --list shows all, or name a TOML file.")
@@ -289,8 +287,7 @@ def train(
     except TrainError as error:
         fail(str(error))
     except KeyboardInterrupt as error:
-        words = str(error) or "interrupted."
-        errors.print(f"torchbcos: {words}", markup=False, soft_wrap=True)
+        errors.print(f"torchbcos: {str(error) or 'interrupted.'}", soft_wrap=True)
         raise typer.Exit(130) from error
     if not fabric.is_global_zero:
         return
@@ -298,8 +295,8 @@ def train(
     if as_json:
         sys.stdout.write(json.dumps(metrics) + "\n")
     else:
-        words = f"{out}/model.safetensors: {metrics['test_accuracy']:.2%}"
-        output.print(words, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        accuracy = metrics["test_accuracy"]
+        output.print(f"{out}/model.safetensors: {accuracy:.2%}", soft_wrap=True)
 
 
 @app.command(
@@ -329,7 +326,7 @@ def evaluate(
     if as_json:
         sys.stdout.write(json.dumps(found.as_json()) + "\n")
     else:
-        output.print(str(found), highlight=False, soft_wrap=True)
+        output.print(str(found), soft_wrap=True)
 
 
 app.command(
@@ -363,7 +360,7 @@ def export(
         with errors.status("writing ONNX; large networks take minutes"):
             done = write(network, out, size=size or None, explanation=explanation)
     except ExportError as error:
-        complain(errors, str(error))
+        complain(str(error))
         sys.exit(1)
     if as_json:
         sys.stdout.write(json.dumps(done.as_json(), indent=1) + "\n")
@@ -377,8 +374,6 @@ def export(
         f"Wrote {done.path}: {done.bytes / 2**20:.1f} MiB, opset {done.opset}; onnxruntime differs "
         f"by {done.difference:.0e}.",
         soft_wrap=True,
-        markup=False,
-        highlight=False,
     )
 
 

@@ -8,10 +8,7 @@ from typing import Annotated
 
 import typer
 
-from torchbcos.cli_common import Device, check_file, complain, console
-
-output = console()
-errors = console(stderr=True)
+from torchbcos.cli_common import Device, check_file, complain, output
 
 
 def bench(
@@ -47,14 +44,14 @@ def bench(
         for found in benchmark.bench(cases, device, dtype, seconds, missing.add):
             measured += 1
             results.add(found)
-            output.print(found.words(), highlight=False, soft_wrap=True)
+            output.print(found.words(), soft_wrap=True)
     except benchmark.BenchError as error:
-        complain(errors, str(error))
+        complain(str(error))
         sys.exit(1)
     needed = f"not installed and needed: the package {', '.join(sorted(missing))}."
     if not measured:
-        complain(errors, f"nothing was measured; {needed}")
+        complain(f"nothing was measured; {needed}")
         sys.exit(2)
     if missing:
-        complain(errors, f"cases were left out; {needed}")
-    output.print(f"Wrote {out}", soft_wrap=True, markup=False)
+        complain(f"cases were left out; {needed}")
+    output.print(f"Wrote {out}", soft_wrap=True)

@@ -18,8 +18,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")
 
 
 def console(*, stderr: bool = False) -> Console:
-    """One that shows paths and names as they are: brackets are no markup."""
-    return Console(stderr=stderr, markup=False, emoji=False)
+    """One that shows paths and names as they are: no markup, no emoji, no colours of its own."""
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
+#: Results go to the output, progress and complaints to the error stream.
+output, errors = console(), console(stderr=True)
 
 
 def as_text(words: str) -> Text:
@@ -27,10 +31,9 @@ def as_text(words: str) -> Text:
     return Text(words.encode("utf-8", "backslashreplace").decode())
 
 
-def complain(errors: Console, sentence: str) -> None:
+def complain(sentence: str) -> None:
     """One line in red."""
-    words = f"torchbcos: {' '.join(sentence.split())}"
-    errors.print(words, style="red", markup=False, soft_wrap=True)
+    errors.print(f"torchbcos: {' '.join(sentence.split())}", style="red", soft_wrap=True)
 
 
 def check_file(out: Path) -> None:

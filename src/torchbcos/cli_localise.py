@@ -12,16 +12,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from torchbcos.cli_common import AsJson, Device, ModelName, as_text, check_folder, console
+from torchbcos.cli_common import (
+    AsJson,
+    Device,
+    ModelName,
+    as_text,
+    check_folder,
+    errors,
+    output,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
     from torchbcos.data import Split
     from torchbcos.localise_run import Played
-
-output = console()
-errors = console(stderr=True)
 
 
 def localise(
@@ -93,7 +98,7 @@ def localise(
         suitable.append([m.name for m in chosen])
         sets.append(split.test.to(device))
     for title, network, method_names, images in zip(titles, networks, suitable, sets, strict=True):
-        errors.print(f"{title}: {len(images)} images", highlight=False, markup=False)
+        errors.print(f"{title}: {len(images)} images")
         played.append(
             play(
                 network,
@@ -113,7 +118,7 @@ def localise(
         sys.stdout.write(json.dumps([p.as_json() for p in played], indent=1) + "\n")
         return
     _print(played)
-    output.print(f"Open {page}", soft_wrap=True, markup=False)
+    output.print(f"Open {page}", soft_wrap=True)
 
 
 def toy(
@@ -142,8 +147,8 @@ def toy(
     for exponent, row in zip(found.exponents, found.best.T, strict=True):
         table.add_row(f"{exponent:g}", *(f"{v:.1f}" for v in row))
     output.print(table)
-    output.print(f"The red cluster is at {RED_ANGLE:.1f}.", highlight=False)
-    output.print(f"Wrote {files[0]} and {files[1]}", soft_wrap=True, markup=False)
+    output.print(f"The red cluster is at {RED_ANGLE:.1f}.")
+    output.print(f"Wrote {files[0]} and {files[1]}", soft_wrap=True)
 
 
 def _network(name: str, device: str) -> tuple[nn.Module, Callable[[str, int], Split]]:

@@ -12,7 +12,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from torchbcos.cli_common import AsJson, Device, ModelName, as_text, check_file, console
+from torchbcos.cli_common import AsJson, Device, ModelName, as_text, check_file, errors, output
 
 if TYPE_CHECKING:
     from torchbcos.data import ImageSet, Split
@@ -78,15 +78,13 @@ def neurons(
             fabric=fabric,
             resume=resume,
             about={"model": _place(name, is_model=True), "data": _place(data), "split": split},
-            progress=console(stderr=True),
+            progress=errors,
         )
     except KeyboardInterrupt as error:
-        console(stderr=True).print(
-            f"torchbcos: {str(error) or 'interrupted.'}", markup=False, soft_wrap=True
-        )
+        errors.print(f"torchbcos: {str(error) or 'interrupted.'}", soft_wrap=True)
         raise typer.Exit(130) from error
     if fabric is None or fabric.is_global_zero:
-        console().print(str(found), highlight=False, markup=False, soft_wrap=True)
+        output.print(str(found), soft_wrap=True)
 
 
 @app.command(
@@ -118,13 +116,12 @@ def show(
     if not name or not path:
         raise ValueError(f"{file} does not say where model and images are: add --model and --data.")
     network, _, images = _open(name, path, found.about.get("split", "test"), device)
-    progress = console(stderr=True)
     drawn = track(
         sheets(network, images, found, chosen, second=second, size=crop or None),
         "explaining",
         total=len(chosen),
-        console=progress,
-        disable=not progress.is_terminal,
+        console=errors,
+        disable=not errors.is_terminal,
         transient=True,
     )
     page = build_page(f"{len(chosen)} unit{'s'[: len(chosen) != 1]}", found, images, drawn)
@@ -138,8 +135,8 @@ def show(
         numbers = (f"{row[key]:.4g}" for key in ("highest", "mean", "bits", "q"))
         share = f"{row['images_of_it']} {row['most_common_class']}"
         table.add_row(as_text(row["layer"]), str(row["unit"]), *numbers, as_text(share))
-    console().print(table)
-    console().print(f"Open {out}", soft_wrap=True, markup=False)
+    output.print(table)
+    output.print(f"Open {out}", soft_wrap=True)
 
 
 def _place(name: str, *, is_model: bool = False) -> str:
@@ -158,7 +155,7 @@ def _open(name: str, data: str, split: str, device: str) -> tuple[BcosModel, Spl
     if split not in ("test", "train"):
         raise ValueError(f"`--split` (={split!r}) must be 'test' or 'train'.")
     network = load(name, device=device)
-    opened = open_as_trained(network, data, only=split, console=console(stderr=True))
+    opened = open_as_trained(network, data, only=split, console=errors)
     images = opened.test if split == "test" else opened.train
     return network, opened, images.to(device)
 

@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from torchbcos.cli_common import check_folder, console
+from torchbcos.cli_common import check_folder, errors, output
 
 if TYPE_CHECKING:
     from torchbcos.reproduce import Trial
-
-output = console()
-errors = console(stderr=True)
 
 
 def reproduce(
@@ -111,13 +108,13 @@ def reproduce(
         raise typer.Exit(130)
     failed = [e for e in ended if e.code]
     for one in failed:
-        errors.print(one.report(), style="red", markup=False, highlight=False, soft_wrap=True)
+        errors.print(one.report(), style="red", soft_wrap=True)
     if failed:
         raise typer.Exit(MISTAKE if all(e.code == MISTAKE for e in failed) else 1)
 
 
 def _say(words: str) -> None:
-    output.print(words, markup=False, highlight=False, soft_wrap=True)
+    output.print(words, soft_wrap=True)
 
 
 def _print_results(trials: list[Trial], reported: str) -> None:

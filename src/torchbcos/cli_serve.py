@@ -8,10 +8,8 @@ from typing import Annotated
 
 import typer
 
-from torchbcos.cli_common import Device, ModelName, console
-
-output = console()
-errors = console(stderr=True)
+from torchbcos._arguments import missing_package
+from torchbcos.cli_common import Device, ModelName, errors, output
 
 OFFERED = 100  # images on the page
 
@@ -35,10 +33,7 @@ def serve(
 
     for package in ("fastapi", "uvicorn", "python_multipart"):
         if find_spec(package) is None:
-            raise ValueError(
-                f"the page needs the package {package.replace('_', '-')}: install it with "
-                "pip install 'torchbcos[web]'."
-            )
+            raise ValueError(missing_package("the page", package.replace("_", "-"), "web"))
     from torchbcos.web.explorer import Explorer
     from torchbcos.web.server import serve as answer
 
@@ -57,7 +52,5 @@ def serve(
         host,
         port,
         browse=browse,
-        announce=lambda address: output.print(
-            f"Open {address} (Ctrl+C ends it).", soft_wrap=True, markup=False, highlight=False
-        ),
+        announce=lambda address: output.print(f"Open {address} (Ctrl+C ends it).", soft_wrap=True),
     )

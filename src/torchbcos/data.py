@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from torchbcos.evidence import cores
 from torchbcos.image_sets import DataError, ImageFiles, Images, ImageSet, Split
-from torchbcos.images import ImageError, image_size
+from torchbcos.images import ImageError, image_size, image_suffixes
 from torchbcos.shapes import Shapes, shapes
 
 __all__ = [
@@ -293,8 +292,7 @@ def _files_by_class(folder: Path) -> dict[str, list[str]]:
 
     Hidden ones are not looked at: programs keep their own things there.
     """
-    known = Image.registered_extensions().items()
-    suffixes = tuple(suffix for suffix, kind in known if kind in Image.OPEN)
+    suffixes = tuple(image_suffixes())
     names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     return {
         name: sorted(file for file in _below(folder / name) if file.lower().endswith(suffixes))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchbcos._arguments import naming_size
+from torchbcos._arguments import missing_package, naming_size
 from torchbcos._version import __version__
 from torchbcos.checkpoint import write_atomically
 from torchbcos.encoding import decode
@@ -78,10 +78,7 @@ def export(
     """
     for package in PACKAGES:
         if find_spec(package) is None:
-            raise ValueError(
-                f"exporting needs the package {package}: install it with "
-                "pip install 'torchbcos[export]'."
-            )
+            raise ValueError(missing_package("exporting", package, "export"))
     model, path = bcos_within(model), Path(path)
     if explanation:
         refuse_conventional(

@@ -15,7 +15,15 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-__all__ = ["ImageError", "check_image", "find_images", "image_size", "read_image", "read_pixels"]
+__all__ = [
+    "ImageError",
+    "check_image",
+    "find_images",
+    "image_size",
+    "image_suffixes",
+    "read_image",
+    "read_pixels",
+]
 
 MOST = 89_000_000  # pixels; Pillow's own bound for what it opens
 DARK = (
@@ -28,13 +36,18 @@ class ImageError(ValueError):
     """A file that is no usable image; the message is one sentence with the file's name."""
 
 
+def image_suffixes() -> frozenset[str]:
+    """Of all files that Pillow reads, as in ".jpg"; not those that it only writes, as ".pdf"."""
+    known = Image.registered_extensions().items()
+    return frozenset(suffix for suffix, kind in known if kind in Image.OPEN)
+
+
 def find_images(paths: Iterable[str], out: Path | None = None) -> list[Path]:
     """Files, the images in folders (by their suffix), and what globs match, each once, in order.
 
     Of a folder that contains the folder `out`, what lies in `out` is no image: it was made.
     """
-    known = Image.registered_extensions().items()
-    suffixes = {suffix for suffix, kind in known if kind in Image.OPEN}  # .pdf is only written
+    suffixes = image_suffixes()
     found: dict[Path, None] = {}
     for text in paths:
         path = Path(text)

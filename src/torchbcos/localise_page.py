@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["extreme_grids", "qualitative_figure", "write_report"]
 
+ROWS = 6  # images in the figure
 SHOWN = 3  # grids at either end
 PICTURE = 224  # pixels of a panel
 
@@ -70,7 +71,6 @@ def qualitative_figure(
     classes: Sequence[str],
     methods: Sequence[Method],
     game: Game,
-    count: int = 6,
 ) -> Figure:
     """Rows of confidently classified images of different classes, columns of methods (Fig. 6).
 
@@ -82,7 +82,7 @@ def qualitative_figure(
     by_class: dict[int, int] = {}  # in the order of the plan: each class's most confident image
     for index in played.plan.flatten().tolist():
         by_class.setdefault(int(known[index]), index)
-    first = torch.tensor(list(by_class.values())[:count])
+    first = torch.tensor(list(by_class.values())[:ROWS])
     pixels, labels = images.batch(first)
     fig = Figure(figsize=(1.35 * (len(methods) + 1), 1.35 * len(first) + 0.4), layout="constrained")
     axes = fig.subplots(len(first), len(methods) + 1, squeeze=False)

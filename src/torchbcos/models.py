@@ -284,21 +284,11 @@ def create_model(
     conversion_options = {"b": b, "max_out": max_out, "norm": norm, "head": head, "strict": strict}
     if name.startswith(_CONVENTIONAL):
         given = {**conversion_options, "preset": preset}
-        for argument, usual in {**_USUAL, "preset": None}.items():
-            if given[argument] != usual:
-                raise ValueError(
-                    f"`{argument}` (={given[argument]!r}) must be left out for {name}, which has "
-                    "no B-cos layers."
-                )
+        _check_left_out(name, given, "has no B-cos layers")
         return _conventional(name, {"num_classes": num_classes, **options}, input_size, classes)
     if name.startswith(_V2):
-        chosen = {"norm": norm, "head": head, "strict": strict, "preset": preset}
-        for argument, value in chosen.items():
-            if value != {**_USUAL, "preset": None}[argument]:
-                raise ValueError(
-                    f"`{argument}` (={value!r}) must be left out for {name}, which is not "
-                    "converted and not of the paper."
-                )
+        given = {"norm": norm, "head": head, "strict": strict, "preset": preset}
+        _check_left_out(name, given, "is not converted and not of the paper")
         own: dict[str, Any] = {"num_classes": num_classes, "b": b, "max_out": max_out, **options}
         network = v2_network(name.removeprefix(_V2), **own)
         return _unconverted(BcosModel, network, name, own, input_size or 224, classes)
@@ -311,6 +301,13 @@ def create_model(
     if preset is not None:
         apply_preset(model, preset)
     return model
+
+
+def _check_left_out(name: str, given: dict[str, Any], why: str) -> None:
+    """Refuse what makes no sense for a network that is not converted, unless it is as usual."""
+    for argument, value in given.items():
+        if value != _USUAL[argument]:
+            raise ValueError(f"`{argument}` (={value!r}) must be left out for {name}, which {why}.")
 
 
 def apply_preset(model: BcosModel, preset: str) -> None:
@@ -384,4 +381,4 @@ def _unconverted(
 
 _CONVENTIONAL = "conventional/"
 _V2 = "v2/"
-_USUAL = {"b": 2.0, "max_out": 2, "norm": None, "head": "conv", "strict": True}
+_USUAL = {"b": 2.0, "max_out": 2, "norm": None, "head": "conv", "strict": True, "preset": None}

@@ -1,4 +1,4 @@
-"""The paper's hand-tuned γ, T and b (supplement C)."""
+"""The paper's hand-tuned γ, T and logit bias (supplement C)."""
 
 from __future__ import annotations
 

@@ -16,5 +16,6 @@ def smoothed(maps: Tensor, window: int) -> Tensor:
     [[2.0, 2.0, 1.0], [2.0, 3.0, 2.0], [1.0, 2.0, 2.0]]
     """
     half = window // 2
-    along = F.avg_pool2d(maps, (1, window), stride=1, padding=(0, half))  # 2·window reads, not its
-    return F.avg_pool2d(along, (window, 1), stride=1, padding=(half, 0))  # square
+    # Rows, then columns: 2·window reads for each pixel, not window².
+    along = F.avg_pool2d(maps, (1, window), stride=1, padding=(0, half))
+    return F.avg_pool2d(along, (window, 1), stride=1, padding=(half, 0))

@@ -43,7 +43,7 @@ def buffers_as_before(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Both, for a network in training, whose dropout draws numbers."""
+    """Buffers and random numbers stay as before, where norms or dropout would change them."""
     if not looks_at_batch(model):
         yield
         return

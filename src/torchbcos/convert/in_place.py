@@ -1,4 +1,7 @@
-"""Changes in place become new values, for with an activation gone others may have a value too."""
+"""Operations in place become ones that make a new tensor.
+
+Once an activation is removed, others that read its input would see that changed as well.
+"""
 
 from __future__ import annotations
 

@@ -86,6 +86,7 @@ def _enlarged(grids: Tensor, shifts: Tensor, size: tuple[int, int], steps: list[
     return F.grid_sample(grids, where, padding_mode="reflection", align_corners=True)[:, 0]
 
 
+# All targets share the forward passes; captum's Occlusion runs them once for each.
 @register("occlusion", label="Occlusion", perturbs=True)
 @torch.no_grad()
 def occlusion(

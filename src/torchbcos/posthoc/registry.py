@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchbcos._arguments import missing_package
 from torchbcos.baseline import to_explain
 from torchbcos.models import BcosModel
 from torchbcos.targets import Targets
@@ -61,10 +62,7 @@ class Method:
             )
 
     def _missing(self, package: str | None) -> str:
-        return (
-            f"the method {self.name!r} needs the package {package}: install it with "
-            "pip install 'torchbcos[eval]'."
-        )
+        return missing_package(f"the method {self.name!r}", package, "eval")
 
 
 def register(
