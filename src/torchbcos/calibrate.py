@@ -188,8 +188,7 @@ def _watching(
 
     with ExitStack() as stack:
         for _, layer in model.bcos_layers():
-            hook = layer.register_forward_hook(show, with_kwargs=True)
-            stack.callback(hook.remove)
+            stack.enter_context(layer.register_forward_hook(show, with_kwargs=True))
         yield
 
 

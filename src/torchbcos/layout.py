@@ -107,7 +107,7 @@ def _watched(network: nn.Module, layer: str, x: Tensor) -> tuple[Tensor, int | N
             axis = _of_layer(module)
             if axis is not None:
                 hook = module.register_forward_hook(lambda _, __, out, axis=axis: listen(axis, out))
-                hooks.callback(hook.remove)
+                hooks.enter_context(hook)
         out = tap(network, layer, x)
     own = _of_layer(network.get_submodule(name_within(network, layer)))
     found = said.get(out.dim(), set()) if own is None else {own % out.dim()}
