@@ -9,7 +9,7 @@ from torch import nn
 
 import torchbcos as tb
 from oracle import TOLERANCE, Layer, assert_agrees
-from torchbcos.calibrate import LOGIT_RMS
+from torchbcos.calibrate import LOGIT_RMS, _rms
 from torchbcos.encoding import encode
 
 NEAR = {"rel": 0.02}  # float32 and 152 layers, each of which amplifies rounding for B > 2
@@ -344,6 +344,27 @@ def test_a_wrapped_model_is_calibrated_as_what_it_wraps(wrap):
     for ask in (tb.calibrate, tb.signal):
         with pytest.raises(TypeError, match=r"`model` \(a Flatten\) must be a BcosModel: convert"):
             ask(nn.Flatten(), x)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        *((torch.float32, size) for size in (1.0, 1e-30, 1e30, 1e-42)),
+        *((torch.float64, size) for size in (1.0, 1e-200, 1e200)),
+        (torch.float16, 1e4),
+    ],
+)
+def test_the_root_mean_square_of_any_size(dtype, size):
+    x = torch.randn(2, 3, 50, 70, generator=torch.Generator().manual_seed(0)).double() * size
+    x = x.to(dtype).to(memory_format=torch.channels_last)
+    values = x.double().flatten().tolist()
+    expected = math.hypot(*values) / math.sqrt(len(values))
+    assert _rms(x, 7.0) == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
+def test_what_has_no_root_mean_square_is_left_alone(value):
+    assert _rms(torch.full((2, 3), value), 7.0) == 7.0
 
 
 def test_signal_of_black_layers_is_zero():

@@ -10,7 +10,7 @@ import torchbcos as tb
 from oracle import assert_agrees
 from torchbcos import neurons
 from torchbcos.encoding import encode
-from torchbcos.layout import channel_axis, tap_with_axis
+from torchbcos.layout import channel_axes, channel_axis, tap_with_axis
 from torchbcos.tap import layer_names, tap
 
 WIDTH, SIZE = 8, 8
@@ -177,14 +177,34 @@ def test_in_swin_and_convnext_every_block_has_its_channels():
     for module, widths in ((swin, {8, 16, 32, 64}), (convnext, {12, 20, 48, 80})):
         model = tb.convert(module, input_size=32).eval()
         x = encode(images(1, 32).float())
+        names = [name for name in layer_names(model.network) if name.startswith("features")]
+        axes = channel_axes(model.network, names, x)
         seen = set()
-        for name in layer_names(model.network):
-            if name.startswith("features"):
-                with torch.no_grad():
-                    out, axis = tap_with_axis(model.network, name, x)
-                assert axis is not None
-                seen.add(out.shape[axis])
+        for name in names:
+            with torch.no_grad():
+                out, axis = tap_with_axis(model.network, name, x)
+            assert axis is not None
+            assert axes[name] == axis
+            seen.add(out.shape[axis])
         assert seen == widths
+
+
+def test_the_axes_of_all_layers_take_one_run():
+    block = Block(lambda b, x: b.part(x.movedim(1, 3)), part=linear())
+    network = converted(Net(block, last)).network
+    runs = []
+    with network.get_submodule("stem").register_forward_hook(lambda *_: runs.append(1)):
+        found = channel_axes(network, ["fc", "block", "block.part", "stem"], encode(images()))
+    assert found == {"stem": 1, "block.part": 3, "block": 3, "fc": 3}
+    assert len(runs) == 1
+
+
+def test_a_layer_of_several_tensors_has_no_axis():
+    halves = Block(lambda b, x: x.chunk(2, 1))
+    network = converted(Net(halves, lambda net, x: second(net, torch.cat(x, 1)))).network
+    for layers in (["block"], ["stem", "block", "fc"]):
+        with pytest.raises(ValueError, match=r"`layer` \(='block'\) returns several values"):
+            channel_axes(network, layers, encode(images()))
 
 
 class PlainBlock(nn.Module):
@@ -223,6 +243,7 @@ def test_a_plain_network_is_answered_for_where_all_its_layers_agree(part, functi
     for layer in ("0", "0.same"):
         out, found = tap_with_axis(network, layer, x)
         assert found == axis
+        assert channel_axes(network, [layer], x) == {layer: axis}
         if axis is None:
             with pytest.raises(ValueError, match="not known where the channels are"):
                 tb.explain(network, x, layer=layer, unit=4)

@@ -634,10 +634,14 @@ def test_a_small_receptive_field_is_the_picture(model, images, found):
 def test_the_second_place_is_the_highest_outside_of_the_first(model, images, found):
     maps = activations(model, images)["3"]
     (sheet,) = neurons.sheets(model, images, found, [("3", 1)], first=4, rest=0, second=True)
+    assert_seconds_are_outside(sheet, maps[:, 1])
+
+
+def assert_seconds_are_outside(sheet, maps):  # [N, 10, 10] of the unit
     for one, two in zip(sheet.first, sheet.second, strict=True):
         top, left, bottom, right = one.box
         best = max(
-            (maps[one.image, 1, y, x], (y, x))
+            (maps[one.image, y, x], (y, x))
             for y in range(10)
             for x in range(10)
             if not (top <= 2 * y + 1 < bottom and left <= 2 * x + 1 < right)
@@ -645,6 +649,18 @@ def test_the_second_place_is_the_highest_outside_of_the_first(model, images, fou
         assert two.value == pytest.approx(best[0])
         assert two.position == best[1]
         assert two.picture.shape == one.picture.shape
+
+
+def test_a_sheet_may_have_more_images_than_are_explained_at_once(model, images, tmp_path):
+    maps = activations(model, images)["3"][:, 1]
+    found = neurons.collect(model, images, tmp_path / "n", top=COUNT, layers=["3"])
+    (sheet,) = neurons.sheets(model, images, found, [("3", 1)], first=40, rest=5, second=True)
+    sights = [*sheet.first, *sheet.rest]
+    assert [sight.image for sight in sights] == found.units("3").images[1].tolist()
+    for sight in sights:
+        assert sight.value == pytest.approx(maps[sight.image].max())
+        assert sight.value == pytest.approx(maps[sight.image][sight.position])
+    assert_seconds_are_outside(sheet, maps)
 
 
 def test_where_the_picture_is_the_image_there_is_no_second(model, images, found):

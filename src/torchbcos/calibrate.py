@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -144,7 +145,8 @@ def signal(model: nn.Module, images: Tensor) -> Signal:
     def look(layer: BcosLayer, x: Tensor, out: Tensor) -> Tensor:
         lin, cosine = _linear_and_cosine(layer, x)
         seen = cosine > 0
-        norm = (lin[seen].abs() / cosine[seen]).mean().item() if seen.any() else 0.0
+        share = seen.count_nonzero().item() / seen.numel()
+        norm = torch.where(seen, lin.abs() / cosine, 0.0).mean().item() / (share or 1.0)
         row = LayerSignal(names[layer], norm, cosine.mean().item(), _rms(out, 0.0), layer.scale)
         rows.append(row)
         return out
@@ -156,10 +158,13 @@ def signal(model: nn.Module, images: Tensor) -> Signal:
 
 
 def _rms(x: Tensor, if_zero: float) -> float:
-    """Root mean square, scaled before squaring so that no float32 underflows."""
-    largest = x.detach().abs().amax().double()
-    value = (largest * (x.detach().double() / largest).square().mean().sqrt()).item()
-    return value if value > 0 else if_zero
+    """Root mean square, in float64, so that no float32's square underflows."""
+    x, norm = x.detach(), partial(torch.linalg.vector_norm, dtype=torch.float64)
+    length = norm(x).item()
+    if not 1e-140 < length < 1e140:  # a float64's square may
+        largest = x.abs().amax()
+        length = (largest * norm(x / largest)).item()
+    return length / math.sqrt(x.numel()) if length > 0 else if_zero
 
 
 def _linear_and_cosine(layer: BcosLayer, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,8 +188,7 @@ def _watching(
 
     with ExitStack() as stack:
         for _, layer in model.bcos_layers():
-            hook = layer.register_forward_hook(show, with_kwargs=True)
-            stack.callback(hook.remove)
+            stack.enter_context(layer.register_forward_hook(show, with_kwargs=True))
         yield
 
 

@@ -9,6 +9,7 @@ that an answer is given only where all its layers agree.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,7 +23,7 @@ from torchbcos.functional import explanation_mode
 from torchbcos.layers import BcosConv1d, BcosConv2d, BcosConv3d, BcosLinear
 from torchbcos.tap import UpTo, is_in_graph, name_within, node_of, one_tensor, tap
 
-__all__ = ["channel_axis", "tap_with_axis"]
+__all__ = ["channel_axes", "channel_axis", "tap_with_axis"]
 
 _SECOND = (
     BcosConv1d,
@@ -54,10 +55,9 @@ def tap_with_axis(network: nn.Module, layer: str, x: Tensor) -> tuple[Tensor, in
     """As `tap`, and which dimension of it is that of the channels; None where it is not known."""
     if isinstance(network, fx.GraphModule) and is_in_graph(network, layer):
         node = node_of(network, layer)
-        run = _Following(network, node)
-        out, axis = one_tensor(run.run(x), layer), run.axis(node)
-    else:
-        out, axis = _watched(network, layer, x)
+        run = _Following(network, {node: layer})
+        return run.run(x), run.axis(node)
+    out, axis = _watched(network, layer, x)
     if out.dim() == 2:
         axis = 1
     return out, axis or None  # 0 is where the images should be
@@ -65,11 +65,27 @@ def tap_with_axis(network: nn.Module, layer: str, x: Tensor) -> tuple[Tensor, in
 
 def channel_axis(network: nn.Module, layer: str, x: Tensor) -> int | None:
     """Of the output of `layer` for inputs as `x`."""
-    own = dict(network.named_modules()).get(name_within(network, layer))
-    if isinstance(own, _SECOND):  # known without running it
-        return 1
+    return channel_axes(network, [layer], x)[layer]
+
+
+def channel_axes(network: nn.Module, layers: Iterable[str], x: Tensor) -> dict[str, int | None]:
+    """Of the output of each of `layers`; for all that are in its graph a network runs once."""
+    modules = dict(network.named_modules())
+    found: dict[str, int | None] = {}
+    nodes: dict[str, fx.Node] = {}
     with torch.no_grad(), explanation_mode():
-        return tap_with_axis(network, layer, x[:1].detach())[1]
+        for layer in layers:
+            if isinstance(modules.get(name_within(network, layer)), _SECOND):
+                found[layer] = 1  # known without running it
+            elif isinstance(network, fx.GraphModule) and is_in_graph(network, layer):
+                nodes[layer] = node_of(network, layer)
+            else:
+                found[layer] = tap_with_axis(network, layer, x[:1].detach())[1]
+        if isinstance(network, fx.GraphModule) and nodes:
+            run = _Following(network, {node: layer for layer, node in nodes.items()})
+            run.run(x[:1].detach())
+            found.update({layer: run.axis(node) for layer, node in nodes.items()})
+    return found
 
 
 def _of_layer(module: nn.Module) -> int | None:
@@ -91,7 +107,7 @@ def _watched(network: nn.Module, layer: str, x: Tensor) -> tuple[Tensor, int | N
             axis = _of_layer(module)
             if axis is not None:
                 hook = module.register_forward_hook(lambda _, __, out, axis=axis: listen(axis, out))
-                hooks.callback(hook.remove)
+                hooks.enter_context(hook)
         out = tap(network, layer, x)
     own = _of_layer(network.get_submodule(name_within(network, layer)))
     found = said.get(out.dim(), set()) if own is None else {own % out.dim()}
@@ -101,21 +117,28 @@ def _watched(network: nn.Module, layer: str, x: Tensor) -> tuple[Tensor, int | N
 class _Following(UpTo):
     """Runs a graph and notes for each of its tensors in which dimensions the channels are.
 
-    They are several where channels were taken apart, into heads or groups.
+    They are several where channels were taken apart, into heads or groups. It runs as far as the
+    last of `layers`, which are to return one tensor each.
     """
 
-    def __init__(self, network: fx.GraphModule, last: fx.Node) -> None:
-        super().__init__(network, last)
+    def __init__(self, network: fx.GraphModule, layers: Mapping[fx.Node, str]) -> None:
+        super().__init__(network, max(layers))  # nodes are ordered as they run
+        self._layers = layers
         self._axes: dict[fx.Node, Axes] = {}
         self._shapes: dict[fx.Node, torch.Size] = {}
 
     def axis(self, node: fx.Node) -> int | None:
         shape = self._shapes[node]
+        if len(shape) == 2:
+            return 1
         axes = [axis for axis in self._axes[node] if shape[axis] > 1] or self._axes[node]
-        return next(iter(axes)) if len(axes) == 1 else None
+        found = next(iter(axes)) if len(axes) == 1 else None
+        return found or None  # 0 is where the images should be
 
     def run_node(self, n: fx.Node) -> Any:
         out = super().run_node(n)
+        if n in self._layers:
+            one_tensor(out, self._layers[n])
         first = out[0] if isinstance(out, tuple | list) and out else out
         self._shapes[n] = first.shape if isinstance(first, Tensor) else torch.Size()
         self._axes[n] = self._found(n, len(self._shapes[n])) if self._shapes[n] else UNKNOWN

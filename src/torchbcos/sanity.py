@@ -71,7 +71,7 @@ def _in_order_of_use(model: nn.Module, images: Tensor) -> list[str]:
         stack.enter_context(undisturbed(model, images.device))
         for m in names:
             hook = m.register_forward_hook(lambda m, *_: met.setdefault(names[m]))
-            stack.callback(hook.remove)
+            stack.enter_context(hook)
         model(images[:1] if not looks_at_batch(model) else images)
     return [name for name in names.values() if name not in met] + list(met)
 

@@ -181,13 +181,11 @@ def _tap_module(network: nn.Module, layer: str, x: Tensor) -> Tensor:
         if threading.get_ident() == thread:
             raise _Reached(out)
 
-    hook = module.register_forward_hook(stop)
-    try:
-        network._call_impl(x)  # as it is, even if compiled in place
-    except _Reached as reached:
-        return reached.value
-    finally:
-        hook.remove()
+    with module.register_forward_hook(stop):
+        try:
+            network._call_impl(x)  # as it is, even if compiled in place
+        except _Reached as reached:
+            return reached.value
     raise ValueError(f"`layer` (={layer!r}) is never reached by the network.")
 
 
@@ -215,7 +213,7 @@ def _shown(network: nn.Module, looks: Mapping[str, Look]) -> Iterator[None]:
         for name in looks:
             module = _submodule(network, name)
             hook = module.register_forward_hook(lambda _, __, out, name=name: show(name, out))
-            hooks.callback(hook.remove)
+            hooks.enter_context(hook)
         yield
     if unseen:
         raise ValueError(f"`layer` (={next(iter(unseen))!r}) is never reached by the network.")

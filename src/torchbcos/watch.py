@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -125,15 +126,11 @@ def _first_output(
         if not found and bool(test(out)):
             found.append(name)
 
-    hooks = [
-        module.register_forward_hook(lambda _, __, out, name=name: look(name, out))
-        for name, module in _weighted(model)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in _weighted(model):
+            hook = module.register_forward_hook(lambda _, __, out, name=name: look(name, out))
+            hooks.enter_context(hook)
         forward(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found[0] if found else None
 
 

@@ -167,7 +167,7 @@ def _traced(
 
 def _outputs(network: fx.GraphModule) -> int | None:
     """K, where the network's graph ends in logits [N, K]."""
-    end: Any = next(n for n in network.graph.nodes if n.op == "output").args[0]
+    end: Any = network.graph.output_node().args[0]
     first = end[0] if isinstance(end, tuple | list) else end
     shape: tuple[int, ...] = first.meta.get("shape", ()) if isinstance(first, fx.Node) else ()
     return shape[1] if len(shape) == 2 else None
@@ -230,7 +230,7 @@ def _by_graph(
 
 def _check_outputs(gm: fx.GraphModule, name: str) -> None:
     """One tensor, beside which there may be those of auxiliary classifiers."""
-    end: Any = next(n for n in gm.graph.nodes if n.op == "output").args[0]
+    end: Any = gm.graph.output_node().args[0]
     while isinstance(end, fx.Node) and name_of(end) in ("inceptionoutputs", "googlenetoutputs"):
         end = end.args
     first, *others = end if isinstance(end, tuple | list) else [end]

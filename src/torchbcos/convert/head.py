@@ -26,7 +26,7 @@ _SHAPE_OPERATIONS = {"flatten", "view", "reshape", "squeeze", "contiguous", "ide
 
 def move_heads(gm: fx.GraphModule) -> set[str]:
     """Rewrite the chain before each output, where it is one; the names of the layers moved."""
-    output = next(n for n in gm.graph.nodes if n.op == "output")
+    output = gm.graph.output_node()
     ends = output.args[0] if isinstance(output.args[0], tuple | list) else [output.args[0]]
     moved = {name for end in ends if isinstance(end, fx.Node) for name in _move(gm, end)}
     if moved:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -120,14 +121,11 @@ def _set_scales(network: nn.Module, x: Tensor) -> None:
         layer.scale = float(layer.scale) * gain  # type: ignore[arg-type, assignment]
         return out * gain
 
-    layers = [m for m in network.modules() if isinstance(m, BcosLayer)]
-    hooks = [layer.register_forward_hook(settle) for layer in layers]
-    try:
-        with torch.no_grad():
-            network(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), ExitStack() as hooks:
+        for module in network.modules():
+            if isinstance(module, BcosLayer):
+                hooks.enter_context(module.register_forward_hook(settle))
+        network(x)
 
 
 def check_weights(module: nn.Module) -> None:

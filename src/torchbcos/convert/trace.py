@@ -84,7 +84,7 @@ def trace(
 
 def _on_main_path(gm: fx.GraphModule) -> set[str]:
     """The classes of the modules that the first output comes from."""
-    end: Any = next(n for n in gm.graph.nodes if n.op == "output").args[0]
+    end: Any = gm.graph.output_node().args[0]
     while isinstance(end, fx.Node) and isinstance(end.target, type):  # a named tuple
         end = end.args
     main = end[0] if isinstance(end, tuple | list) else end

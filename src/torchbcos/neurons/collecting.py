@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torchbcos.batches import at_once
 from torchbcos.encoding import check_images, check_values
 from torchbcos.interrupt import told_to_end
-from torchbcos.layout import channel_axis
+from torchbcos.layout import channel_axes
 from torchbcos.models import BcosModel, in_mode, refuse_conventional
 from torchbcos.neurons.table import Layer, Neurons, NeuronsError, write
 from torchbcos.neurons.tally import Saved, Seen, Tally
@@ -229,10 +229,12 @@ def _chosen(
     encoded = _encoded(model, x)
     with torch.no_grad():
         watch(model.network, encoded, looks)
+    with_maps = [name for name in names if len(shapes[name]) == 4]
+    axes = channel_axes(model.network, with_maps, encoded)
     layers = []
     for name in sorted(names, key=known.index):
         shape = shapes[name][1:]
-        axis = channel_axis(model.network, name, encoded) if len(shape) == 3 else None
+        axis = axes.get(name)
         if len(shape) != 1 and axis not in (1, 3):
             if patterns is None:
                 continue

@@ -126,7 +126,7 @@ class _Pass:
 
     def sights(self, positions: Tensor) -> list[Sight]:
         """What the unit saw at `positions` [n, 2] of the images, one for each."""
-        e = self._explain(lambda maps: positions.to(maps.device))
+        e = self._explain(lambda maps, part: positions[part].to(maps.device))
         return self._show(e, positions, self.size)
 
     def seconds(self, firsts: list[Sight]) -> tuple[Sight | None, ...]:
@@ -134,32 +134,40 @@ class _Pass:
         found = torch.zeros(len(firsts), 2, dtype=torch.long)
         apart = torch.zeros(len(firsts), dtype=torch.bool)
 
-        def outside(maps: Tensor) -> Tensor:  # [n, H, W] of the unit
+        def outside(maps: Tensor, part: slice) -> Tensor:
             free = torch.ones_like(maps, dtype=torch.bool)
             ys, xs = self._centres(0).to(maps.device), self._centres(1).to(maps.device)
-            for i, sight in enumerate(firsts):
+            for i, sight in enumerate(firsts[part]):
                 top, left, bottom, right = sight.box
                 inside = ((ys >= top) & (ys < bottom))[:, None] & ((xs >= left) & (xs < right))
                 free[i] = ~inside
             flat = torch.where(free, maps, -torch.inf).flatten(1).argmax(1)
-            found.copy_(torch.stack([flat // self.layer.width, flat % self.layer.width], 1))
-            apart.copy_(free.flatten(1).any(1))
-            return found.to(maps.device)
+            places = torch.stack([flat // self.layer.width, flat % self.layer.width], 1)
+            found[part] = places
+            apart[part] = free.flatten(1).any(1)
+            return places
 
         e = self._explain(outside, len(firsts))
         sights = self._show(e, found, firsts[0].picture.shape[0])
         return tuple(s if there else None for s, there in zip(sights, apart, strict=True))
 
-    def _explain(self, where: Callable[[Tensor], Tensor], count: int | None = None) -> Explanation:
-        """The rows of the unit at the places [n, 2] that `where` picks from its maps [n, H, W]."""
+    def _explain(
+        self, where: Callable[[Tensor, slice], Tensor], count: int | None = None
+    ) -> Explanation:
+        """The rows of the unit at the places [n, 2] that `where` picks from its maps [n, H, W].
+
+        Images come in parts; `where` is also told which of them each part is.
+        """
+        seen = 0
 
         def pick(out: Tensor) -> Tensor:
+            nonlocal seen
             maps = self.layer.maps(out)[:, self.unit]
-            places = where(maps.detach())
+            places = where(maps.detach(), slice(seen, seen + len(maps)))
+            seen += len(maps)
             return maps[torch.arange(len(maps)), places[:, 0], places[:, 1]]
 
-        images = self.images[:count]
-        e = explain(self.model, images, layer=self.layer.name, unit=pick, chunk=len(images))
+        e = explain(self.model, self.images[:count], layer=self.layer.name, unit=pick)
         return e.to("cpu")
 
     def _show(self, e: Explanation, positions: Tensor, side: int | None) -> list[Sight]:

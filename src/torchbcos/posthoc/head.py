@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -56,10 +56,8 @@ class Head:
             hook = module.register_forward_pre_hook(lambda _, given: take(given[0]))
         else:
             hook = module.register_forward_hook(lambda _, __, out: take(out))
-        try:
+        with hook:
             yield seen
-        finally:
-            hook.remove()
 
 
 class _Call(NamedTuple):
@@ -89,16 +87,12 @@ def find_head(model: nn.Module, x: Tensor, layer: str | None = None) -> Head:
     def note(given: Tensor, out: Tensor) -> None:
         calls.append(_Call(None, None, given, out))
 
-    hooks = []
-    for name, module in model.named_modules():
-        if _is_leaf(module) or (name and name == layer):
-            hooks.append(module.register_forward_hook(_noting(calls, name)))
-    try:
-        with _pooling_functions(model, note):
-            logits_of(model, x)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if _is_leaf(module) or (name and name == layer):
+                stack.enter_context(module.register_forward_hook(_noting(calls, name)))
+        stack.enter_context(_pooling_functions(model, note))
+        logits_of(model, x)
 
     def head(index: int, side: str) -> Head:
         name = calls[index].layer
@@ -139,16 +133,12 @@ def _pooling_functions(
     Where it answers with a tensor, that goes into the function instead.
     """
     watch = _Watch(take)
-    hooks = []
-    for module in filter(_is_leaf, model.modules()):
-        hooks.append(module.register_forward_pre_hook(lambda *_: watch.go(1)))
-        hooks.append(module.register_forward_hook(lambda *_: watch.go(-1)))
-    try:
-        with watch:
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack:
+        for module in filter(_is_leaf, model.modules()):
+            stack.enter_context(module.register_forward_pre_hook(lambda *_: watch.go(1)))
+            stack.enter_context(module.register_forward_hook(lambda *_: watch.go(-1)))
+        stack.enter_context(watch)
+        yield
 
 
 class _Watch(TorchFunctionMode):
