@@ -359,12 +359,20 @@ def test_the_root_mean_square_of_any_size(dtype, size):
     x = x.to(dtype).to(memory_format=torch.channels_last)
     values = x.double().flatten().tolist()
     expected = math.hypot(*values) / math.sqrt(len(values))
-    assert _rms(x, 7.0) == pytest.approx(expected, rel=1e-12, abs=0)
+    assert _rms(x) == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
-def test_what_has_no_root_mean_square_is_left_alone(value):
-    assert _rms(torch.full((2, 3), value), 7.0) == 7.0
+def test_the_root_mean_square_of_zeros_and_of_what_is_not_finite(value):
+    assert _rms(torch.full((2, 3), value)) == pytest.approx(value, nan_ok=True)
+
+
+def test_signal_shows_the_layer_where_outputs_become_infinite():
+    model = make(9, 2.0).half()
+    list(model.bcos_layers())[1][1].scale = 1e9
+    rows = tb.signal(model, images().half()).layers
+    assert 0 < rows[0].output < math.inf
+    assert rows[1].output == math.inf
 
 
 def test_signal_of_black_layers_is_zero():

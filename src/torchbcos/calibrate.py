@@ -73,7 +73,8 @@ def calibrate(
         if layer in done or only_temperature:  # a layer used twice keeps the γ of its first use
             return out
         done.add(layer)
-        gain = 1 / _rms(out, 1.0)
+        rms = _rms(out)
+        gain = 1 / rms if 0 < rms < math.inf else 1.0
         layer.scale *= gain
         return out * gain
 
@@ -94,7 +95,7 @@ def calibrate(
         for layer, scale in before.items():
             layer.scale = scale
         raise
-    inner.temperature = _rms(first, 1.0) / logit_rms
+    inner.temperature = _rms(first) / logit_rms
     inner.scaling = "calibrated"
     return model
 
@@ -147,24 +148,25 @@ def signal(model: nn.Module, images: Tensor) -> Signal:
         seen = cosine > 0
         share = seen.count_nonzero().item() / seen.numel()
         norm = torch.where(seen, lin.abs() / cosine, 0.0).mean().item() / (share or 1.0)
-        row = LayerSignal(names[layer], norm, cosine.mean().item(), _rms(out, 0.0), layer.scale)
+        row = LayerSignal(names[layer], norm, cosine.mean().item(), _rms(out), layer.scale)
         rows.append(row)
         return out
 
     with _watching(model, look), _as_in_training(model):
         outputs = model.network(model.encoded(images))
     first = outputs if isinstance(outputs, Tensor) else outputs[0]
-    return Signal(tuple(rows), _rms(first, 0.0) / model.temperature)
+    return Signal(tuple(rows), _rms(first) / model.temperature)
 
 
-def _rms(x: Tensor, if_zero: float) -> float:
+def _rms(x: Tensor) -> float:
     """Root mean square, in float64, so that no float32's square underflows."""
     x, norm = x.detach(), partial(torch.linalg.vector_norm, dtype=torch.float64)
     length = norm(x).item()
     if not 1e-140 < length < 1e140:  # a float64's square may
-        largest = x.abs().amax()
-        length = (largest * norm(x / largest)).item()
-    return length / math.sqrt(x.numel()) if length > 0 else if_zero
+        length = x.abs().amax().item()
+        if 0 < length < math.inf:
+            length *= norm(x / length).item()
+    return length / math.sqrt(x.numel())
 
 
 def _linear_and_cosine(layer: BcosLayer, x: Tensor) -> tuple[Tensor, Tensor]:
