@@ -161,7 +161,7 @@ def signal(model: nn.Module, images: Tensor) -> Signal:
 def _rms(x: Tensor) -> float:
     """Root mean square, in float64, so that no float32's square underflows."""
     x, norm = x.detach(), partial(torch.linalg.vector_norm, dtype=torch.float64)
-    length = norm(x).item()
+    length: float = norm(x).item()
     if not 1e-140 < length < 1e140:  # a float64's square may
         length = x.abs().amax().item()
         if 0 < length < math.inf:
