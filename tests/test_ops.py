@@ -90,6 +90,17 @@ def test_cosines_that_are_no_normal_numbers_have_the_factor_0(b, dtype):
     assert scaled[0, 5].isnan()
 
 
+@pytest.mark.parametrize("shape", [(), (512,), (1, 1, 1), (2, 1, 1), (2, 512, 512)])
+@pytest.mark.parametrize("b", [1.5, 2.0])
+def test_norms_broadcast_against_large_inputs(b, shape):
+    generator = torch.Generator().manual_seed(0)
+    lin = torch.randn(2, 512, 512, generator=generator)
+    assert lin[0].numel() >= reference.LARGE
+    sq_norm = torch.rand(shape, generator=generator) + 20
+    right = lin * (lin / sq_norm.sqrt()).abs() ** (b - 1)
+    assert_agrees(reference.bcos_scale(lin, sq_norm, b, 1.0), right)
+
+
 @pytest.mark.parametrize("b", [1.0, 1.25, 1.3, 1.5, 2.0, 2.75, 3.5])
 def test_second_derivatives_of_the_scale(b):
     lin = torch.tensor([[0.5, -0.9], [1.4, -0.6]], dtype=torch.float64, requires_grad=True)

@@ -23,19 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from torchbcos.ops.powers import LARGEST_DENORMAL, power, raise_to
+
 #: What makes of a factor the constant that explanation mode needs.
 Hold = Callable[[Tensor], Tensor]
 
 
 #: Values of one image that are worth a loop over the images.
 LARGE = 2**17
-
-_LARGEST_DENORMAL = {
-    kind: torch.nextafter(
-        torch.tensor(torch.finfo(kind).tiny, dtype=kind), torch.tensor(0.0, dtype=kind)
-    ).item()
-    for kind in (torch.float32, torch.float64)
-}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -197,13 +192,13 @@ def bcos_factor(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
     lin, n = lin.to(accumulation_dtype(lin.dtype)), _norm(sq_norm)
     if b == 2:
         return lin.abs() * (scale / n)
-    return _power(_cosine(lin, n, b), b - 1) * scale
+    return power(_cosine(lin, n, b), b - 1) * scale
 
 
 def _constant_factor(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Tensor:
     """`bcos_factor` to the bit, without derivatives and with fewer new tensors."""
     lin, n = lin.to(accumulation_dtype(lin.dtype)), _norm(sq_norm)
-    if not _by_images(lin):
+    if not _by_images(lin, n):
         return _factor(lin, n, b, scale)
     factor = torch.empty_like(lin)
     for image, own, part in zip(lin, n, factor, strict=True):
@@ -211,9 +206,11 @@ def _constant_factor(lin: Tensor, sq_norm: Tensor, b: float, scale: float) -> Te
     return factor
 
 
-def _by_images(lin: Tensor) -> bool:
+def _by_images(lin: Tensor, n: Tensor) -> bool:
     """Whether each image is worth a turn of its own, in which all of it stays in the cache."""
-    return _only_values(lin) and lin.numel() >= LARGE * max(len(lin), 1)
+    if not (_only_values(lin) and lin.dim() == n.dim() > 0 and len(lin) == len(n) > 0):
+        return False
+    return lin[0].numel() >= LARGE
 
 
 def _factor(lin: Tensor, n: Tensor, b: float, scale: float, out: Tensor | None = None) -> Tensor:
@@ -223,8 +220,8 @@ def _factor(lin: Tensor, n: Tensor, b: float, scale: float, out: Tensor | None =
     if b > 2:
         c = torch.clamp(c, max=1, out=out)  # vmap does not know it in place
     if b < 2.25:  # else its power is 0 anyway
-        c = torch.threshold(c, _LARGEST_DENORMAL[c.dtype], 0.0, out=out)
-    _raise(c, b - 1)
+        c = torch.threshold(c, LARGEST_DENORMAL[c.dtype], 0.0, out=out)
+    raise_to(c, b - 1)
     return c if scale == 1 else c.mul_(scale)
 
 
@@ -291,7 +288,7 @@ def bcos_conv(
 def _scaled(lin: Tensor, sq_norm: Tensor, b: float, scale: float, hold: Hold | None) -> Tensor:
     if b == 1 or hold is None:
         exact = lin.dtype == accumulation_dtype(lin.dtype)
-        if b != 1 and exact and _by_images(lin):
+        if b != 1 and exact and _by_images(lin, sq_norm):
             return _scaled_in_place(lin, _norm(sq_norm), b, scale)
         return bcos_scale(lin, sq_norm, b, scale)
     if hold is Tensor.detach:
@@ -362,52 +359,6 @@ def _cosine(lin: Tensor, n: Tensor, b: float) -> Tensor:
     if b > 2:  # rounding makes |c| exceed 1 a little, which a large b amplifies
         c = c + (c.clamp(-1, 1) - c).detach()
     return c
-
-
-def _power(c: Tensor, p: float) -> Tensor:
-    """|c|^p for p > 0, with derivatives of any order that are 0, not NaN, at c = 0."""
-    a = c.abs()
-    if p == 1:
-        return a
-    nonzero = a >= torch.finfo(a.dtype).tiny
-    a = torch.where(nonzero, a, 1.0)
-    power = a.pow(p) if torch.compiler.is_compiling() else _Power.apply(a, p)
-    return torch.where(nonzero, power, 0.0)
-
-
-class _Power(torch.autograd.Function):
-    """c^p as `_raise` computes it, with the derivatives of a power."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(c: Tensor, p: float) -> Tensor:
-        return _raise(c.clone(), p)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        c, ctx.p = inputs
-        ctx.save_for_backward(c)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (c,) = ctx.saved_tensors
-        return grad * (ctx.p * c.pow(ctx.p - 1)), None
-
-
-def _raise(c: Tensor, p: float) -> Tensor:
-    """c^p for c ≥ 0, in place; by roots, which are quick, where p is a number of quarters."""
-    if torch.compiler.is_compiling() or 4 * p not in range(13):
-        return c.pow_(p)
-    whole, rest = divmod(int(4 * p), 4)
-    if not rest:
-        return c.pow_(whole)
-    root = c.sqrt()
-    if rest == 1:
-        root.sqrt_()
-    elif rest == 3:
-        root.mul_(root.sqrt())
-    return c.pow_(whole).mul_(root)
 
 
 class _BcosScale(torch.autograd.Function):
