@@ -1,4 +1,5 @@
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -234,12 +235,16 @@ def test_the_suite_covers_what_is_compared():
     assert {c.task for c in cases} == {"training", "inference", "explanation"}
     assert {c.units for c in cases} == {1, 2}
     assert {c.mode for c in cases} == {"eager", "compiled", "captured"}
-    captured = {(c.arch, c.task, c.way, c.units) for c in cases if c.mode == "captured"}
-    for arch in ("resnet34", "densenet121", "cifar9"):
+    measured = {(c.arch, c.task, c.mode, c.way, c.units) for c in cases}
+    for arch in ("resnet34", "densenet121", "vgg11", "cifar9"):
         for task in ("training", "inference"):
-            for way, units in (("conventional", 1), ("floor", 1), ("floor", 2), ("ours", 1)):
-                assert (arch, task, way, units) in captured
-            assert (arch, task, "ours", 2) in captured
+            for mode in ("eager", "captured"):
+                for way, units in (("conventional", 1), *product(("floor", "ours"), (1, 2))):
+                    assert (arch, task, mode, way, units) in measured
+            for units in (1, 2):
+                assert (arch, task, "eager", "peer", units) in measured
+            for way in ("conventional", "floor", "peer", "ours"):
+                assert (arch, task, "compiled", way, 1) in measured
     assert {c.batch for c in bench_cases.suite("cpu")} == {8}
     assert {c.mode for c in bench_cases.suite("cpu")} == {"eager"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import product
@@ -54,15 +54,15 @@ def suite(device: str) -> list[Case]:
     """What is compared, the most telling first; on a CPU only what takes minutes there."""
     ways = ("conventional", "floor", "pooled-floor", "ours")
     if device == "cpu":
-        both = ("inference", "training")
+        tasks = ("inference", "training")
         ways = ("conventional", "floor", "peer", "ours")
-        cases = [Case(way, task, batch=8) for task in both for way in ways]
-        return cases + [Case("ours", task, b=b, batch=8) for task in both for b in (1.5, 2.5)]
+        cases = [Case(way, task, batch=8) for task in tasks for way in ways]
+        return cases + [Case("ours", task, b=b, batch=8) for task in tasks for b in (1.5, 2.5)]
     dense = partial(Case, arch="densenet121", batch=64)
-    vgg, small = (
-        partial(Case, arch="vgg11", batch=64),
-        partial(Case, arch="cifar9", batch=64, size=32),
-    )
+    vgg = partial(Case, arch="vgg11", batch=64)
+    small = partial(Case, arch="cifar9", batch=64, size=32)
+    networks: list[Callable[..., Case]] = [Case, dense, small, vgg]
+    both = ("training", "inference")
     cases = [Case(w, "training", mode=mode) for mode in ("eager", "captured") for w in ways]
     cases += [Case(w, "training", units=2) for w in ("floor", "ours")]
     cases += [Case(w, "inference", mode=mode) for mode in ("eager", "captured") for w in ways]
@@ -72,21 +72,21 @@ def suite(device: str) -> list[Case]:
     cases += [Case(w, "explanation", batch=1) for w in ("peer", "ours")]
     cases += [Case(w, "training", mode="compiled") for w in ("ours", "peer")]
     # All of these networks, captured and eager; what is listed above is not listed again.
-    for network in (Case, dense, small):
-        for task, mode in product(("training", "inference"), ("captured", "eager")):
-            cases += [network(w, task, mode=mode) for w in ways]
-            cases += [network(w, task, mode=mode, units=2) for w in ("floor", "ours")]
-    cases += [Case("peer", t, units=u) for t in ("training", "inference") for u in (1, 2)]
-    cases += [Case("ours", t, b=b) for t in ("training", "inference") for b in (1, 2.5)]
-    for task in ("training", "inference"):
-        cases += [vgg(w, task) for w in ways] + [vgg("ours", task, units=2)]
-    for arch, task in product(("mobilenet_v2", "resnext50_32x4d"), ("training", "inference")):
+    for network, task, mode in product(networks, both, ("captured", "eager")):
+        cases += [network(w, task, mode=mode) for w in ways]
+        cases += [network(w, task, mode=mode, units=2) for w in ("floor", "ours")]
+    cases += [
+        network("peer", task, units=u) for network, task, u in product(networks, both, (1, 2))
+    ]
+    cases += [Case("ours", task, b=b) for task, b in product(both, (1, 2.5))]
+    for arch, task in product(("mobilenet_v2", "resnext50_32x4d"), both):
         cases += [Case(w, task, arch=arch, batch=64) for w in ways]  # groups of channels
     cases += [Case("ours", "training", batch=n) for n in (16, 32, 64, 256)]
     cases += [Case("ours", "training", batch=64, size=size) for size in (96, 160, 320)]
     cases += [Case("ours", "explanation", batch=64, targets=k) for k in (1, 2, 5, 10)]
-    cases += [Case(w, "training", mode="compiled") for w in ("floor", "conventional")]
-    cases += [Case("ours", "inference", mode="compiled")]
+    for network, task in product(networks, both):
+        compiled = ("ours", "peer", "floor", "conventional")
+        cases += [network(w, task, mode="compiled") for w in compiled]
     return [c for c in dict.fromkeys(cases) if (c.way, c.arch) != ("pooled-floor", "cifar9")]
 
 
@@ -95,7 +95,7 @@ def select(cases: Iterable[Case], words: str) -> list[Case]:
 
     Words for the same property are alternatives, those for different ones must all hold.
 
-    >>> [c.way for c in select(suite("cuda"), "training,compiled")]
+    >>> [c.way for c in select(suite("cuda"), "resnet34,training,compiled")]
     ['ours', 'peer', 'floor', 'conventional']
     >>> {(c.way, c.units) for c in select(suite("cuda"), "ours,units=2")}
     {('ours', 2)}
