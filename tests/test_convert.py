@@ -1465,6 +1465,23 @@ def test_a_classifier_whose_layers_are_used_elsewhere_stays_behind_its_pool(body
     assert_complete(model)
 
 
+def test_a_classifier_whose_code_checks_sizes_moves_as_well():
+    def body(net, x):
+        x = net.hidden(net.pool(net.stem(x)).flatten(1))
+        images, features = x.shape
+        assert features == WIDTH
+        x = net.fc(x.reshape(images, features))
+        assert x.shape == (x.shape[0], 5)
+        return x
+
+    module = Whole(body, hidden=nn.Linear(WIDTH, WIDTH), pool=nn.AdaptiveAvgPool2d(1))
+    model = convert(module)
+    for name in ("hidden", "fc"):
+        assert became(model, name) == ["BcosConv2d, before the pool"]
+    assert_complete(model)
+    assert_complete(model, images(size=20))
+
+
 def test_a_squeeze_and_excite_is_no_classifier():
     model = convert(Net(GATES["squeeze-and-excite"][0], **gate_parts()))
     assert [name for name, _ in model.bcos_layers() if became(model, name)[0] != "BcosConv2d"] == [
