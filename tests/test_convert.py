@@ -1465,6 +1465,19 @@ def test_a_classifier_whose_layers_are_used_elsewhere_stays_behind_its_pool(body
     assert_complete(model)
 
 
+def test_a_classifier_that_shares_a_weight_with_another_layer_keeps_it():
+    other, shared = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    shared.weight = other.weight
+    module = Whole(
+        lambda net, x: net.shared(on_a_map(net.other, net.stem(x)).mean([2, 3])),
+        other=other,
+        shared=shared,
+    )
+    model = convert(module)
+    assert model.network.shared.weight is model.network.other.weight
+    assert_complete(model)
+
+
 def test_a_classifier_whose_code_checks_sizes_moves_as_well():
     def body(net, x):
         x = net.hidden(net.pool(net.stem(x)).flatten(1))

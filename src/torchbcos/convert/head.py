@@ -6,11 +6,13 @@ which is what the paper's authors trained, and the result takes images of any si
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from torchbcos import norms
 from torchbcos.convert.rewriter import name_of
@@ -60,14 +62,20 @@ def _move(gm: fx.GraphModule, end: fx.Node) -> set[str]:
 
 
 def _are_used_elsewhere(gm: fx.GraphModule, layers: list[fx.Node]) -> bool:
-    """Whether something outside of the chain calls one of its layers or reads its weight."""
-    names = {str(node.target) for node in layers}
+    """Whether something outside of the chain calls one of its layers or has one of its weights."""
+    names = {node.target for node in layers}
+    weights = {weight for node in layers for weight in _weights(gm, node)}
     return any(
-        (n.op == "call_module" and n.target in names)
-        or (n.op == "get_attr" and str(n.target).rpartition(".")[0] in names)
+        (n.op == "call_module" and n.target in names) or not weights.isdisjoint(_weights(gm, n))
         for n in gm.graph.nodes
         if n not in layers
     )
+
+
+def _weights(gm: fx.GraphModule, node: fx.Node) -> Iterable[Tensor]:
+    if node.op == "get_attr":
+        return [attrgetter(str(node.target))(gm)]
+    return submodule(gm, node).parameters() if node.op == "call_module" else ()
 
 
 def _copy_meta(new: fx.Node, old: fx.Node) -> fx.Node:
