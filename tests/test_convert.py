@@ -1231,6 +1231,17 @@ def test_an_auxiliary_classifier_beside_a_part_that_is_named_like_one():
     assert_complete(model)
 
 
+def test_an_auxiliary_classifier_of_vectors_is_left_out_as_any_that_is_not_named_so():
+    def body(net, x):
+        x = net.stem(x).mean([2, 3])
+        return (net.fc(x), net.aux(x)) if net.training else net.fc(x)
+
+    model = convert(Whole(body, aux=nn.Sequential(nn.Linear(WIDTH, 5))))
+    named = convert(Whole(body, aux=StageAux(nn.Linear(WIDTH, 5))))
+    assert named.report == model.report
+    assert_complete(named)
+
+
 # What cannot be done says so at once.
 
 
