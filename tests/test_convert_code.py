@@ -624,6 +624,13 @@ def test_networks_that_return_several_things_are_refused(last):
         convert(Whole(body))
 
 
+def test_what_torch_compile_made_is_converted_as_the_module_it_was_made_from():
+    module = Net(lambda net, x: x.relu())
+    model, plain = convert(torch.compile(module)), convert(module)
+    assert model.report == plain.report
+    assert torch.equal(assert_complete(model).outputs, assert_complete(plain).outputs)
+
+
 def test_a_compiled_module_is_refused_with_the_reason():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit goes out of use, and yet is used
