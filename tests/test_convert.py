@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import torchvision
 from timm.models.metaformer import LayerNorm2dNoBias
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torchvision.ops import stochastic_depth
 
 import torchbcos as tb
@@ -483,6 +484,12 @@ def test_a_norm_of_the_networks_own_code_is_kept_by_its_name():
     assert became(model, "part") == ["UncentredPositionNorm"]
     assert model.network.part.weight.shape == (WIDTH,)
     assert_complete(model)
+
+
+def test_no_tensor_of_the_analysis_stays_in_the_graph():
+    model = convert(Net(lambda net, x: torch.cat(x.chunk(2, 1), 1)))
+    metas = [value for node in model.network.graph.nodes for value in node.meta.values()]
+    assert not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(metas))
 
 
 def test_layers_that_shared_a_weight_share_that_of_their_twins(tmp_path):

@@ -232,7 +232,7 @@ class _ShapeInterpreter(fx.Interpreter):
         if isinstance(value, Tensor):
             n.meta["shape"] = tuple(value.shape)
             n.meta["dtype"] = value.dtype
-        elif isinstance(value, int | tuple):
+        elif isinstance(value, int | torch.Size):
             n.meta["size"] = value
         if n is self._last:
             raise _Reached
