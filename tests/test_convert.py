@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import torchvision
 from timm.models.metaformer import LayerNorm2dNoBias
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torchvision.ops import stochastic_depth
 
 import torchbcos as tb
@@ -483,6 +484,12 @@ def test_a_norm_of_the_networks_own_code_is_kept_by_its_name():
     assert became(model, "part") == ["UncentredPositionNorm"]
     assert model.network.part.weight.shape == (WIDTH,)
     assert_complete(model)
+
+
+def test_no_tensor_of_the_analysis_stays_in_the_graph():
+    model = convert(Net(lambda net, x: torch.cat(x.chunk(2, 1), 1)))
+    metas = [value for node in model.network.graph.nodes for value in node.meta.values()]
+    assert not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(metas))
 
 
 def test_layers_that_shared_a_weight_share_that_of_their_twins(tmp_path):
@@ -1231,6 +1238,17 @@ def test_an_auxiliary_classifier_beside_a_part_that_is_named_like_one():
     assert_complete(model)
 
 
+def test_an_auxiliary_classifier_of_vectors_is_left_out_as_any_that_is_not_named_so():
+    def body(net, x):
+        x = net.stem(x).mean([2, 3])
+        return (net.fc(x), net.aux(x)) if net.training else net.fc(x)
+
+    model = convert(Whole(body, aux=nn.Sequential(nn.Linear(WIDTH, 5))))
+    named = convert(Whole(body, aux=StageAux(nn.Linear(WIDTH, 5))))
+    assert named.report == model.report
+    assert_complete(named)
+
+
 # What cannot be done says so at once.
 
 
@@ -1463,6 +1481,36 @@ def test_a_classifier_whose_layers_are_used_elsewhere_stays_behind_its_pool(body
     assert isinstance(model.network.fc, tb.BcosLinear)
     assert str(model.report) == str(convert(module, head="pool").report)
     assert_complete(model)
+
+
+def test_a_classifier_that_shares_a_weight_with_another_layer_keeps_it():
+    other, shared = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    shared.weight = other.weight
+    module = Whole(
+        lambda net, x: net.shared(on_a_map(net.other, net.stem(x)).mean([2, 3])),
+        other=other,
+        shared=shared,
+    )
+    model = convert(module)
+    assert model.network.shared.weight is model.network.other.weight
+    assert_complete(model)
+
+
+def test_a_classifier_whose_code_checks_sizes_moves_as_well():
+    def body(net, x):
+        x = net.hidden(net.pool(net.stem(x)).flatten(1))
+        images, features = x.shape
+        assert features == WIDTH
+        x = net.fc(x.reshape(images, features))
+        assert x.shape == (x.shape[0], 5)
+        return x
+
+    module = Whole(body, hidden=nn.Linear(WIDTH, WIDTH), pool=nn.AdaptiveAvgPool2d(1))
+    model = convert(module)
+    for name in ("hidden", "fc"):
+        assert became(model, name) == ["BcosConv2d, before the pool"]
+    assert_complete(model)
+    assert_complete(model, images(size=20))
 
 
 def test_a_squeeze_and_excite_is_no_classifier():

@@ -396,6 +396,28 @@ def test_constants_that_normalise_the_image_go_because_it_is_encoded():
     assert_equals_body(model, lambda net, x: x)
 
 
+def test_a_deviation_of_each_channel_of_the_image_normalises_the_encoded_one():
+    def standardised(x, deviation):
+        return (x - x.mean([2, 3], keepdim=True)) / deviation
+
+    module = Whole(
+        lambda net, x: net.fc(
+            net.stem(standardised(x, x.std([2, 3], keepdim=True) + 1e-6)).mean([2, 3])
+        )
+    )
+    model, x = convert(module), images()
+    e, encoded = assert_complete(model, x), encode(x)
+    inner = standardised(encoded, encoded.std([2, 3], keepdim=True) + 1e-6)
+    network = model.network
+    out = network.fc(network.stem(inner)).mean([2, 3])
+    assert_agrees(e.outputs, out / model.temperature + model.logit_bias)
+
+
+def test_what_breaks_the_linear_map_before_the_first_layer_is_named():
+    with pytest.raises(ValueError, match="because of `log1p` at log1p: replace"):
+        convert(Whole(lambda net, x: net.fc(net.stem(x.log1p()).mean([2, 3]))))
+
+
 def test_a_functional_first_layer_takes_the_encoded_image():
     module = Whole(
         lambda net, x: net.fc(F.conv2d(x, net.weight).mean([2, 3])),
@@ -600,6 +622,13 @@ def test_networks_that_return_several_things_are_refused(last):
 
     with pytest.raises(ValueError, match="returns the one tensor to be explained"):
         convert(Whole(body))
+
+
+def test_what_torch_compile_made_is_converted_as_the_module_it_was_made_from():
+    module = Net(lambda net, x: x.relu())
+    model, plain = convert(torch.compile(module)), convert(module)
+    assert model.report == plain.report
+    assert torch.equal(assert_complete(model).outputs, assert_complete(plain).outputs)
 
 
 def test_a_compiled_module_is_refused_with_the_reason():

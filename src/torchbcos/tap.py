@@ -158,6 +158,7 @@ class UpTo(fx.Interpreter):
 class _Watched(fx.Interpreter):
     def __init__(self, network: fx.GraphModule, looks: Mapping[fx.Node, list[Look]]) -> None:
         super().__init__(network)
+        self.extra_traceback = False  # it would be added to what errors say
         self._looks = looks
 
     def run_node(self, n: fx.Node) -> Any:

@@ -67,6 +67,7 @@ def convert_network(
             "keep the order."
         )
     options = Options(b, max_out, norm)
+    module = getattr(module, "_orig_mod", module)  # of what torch.compile made
     likely = likely_channels(module)
     try:
         network: Any

@@ -6,16 +6,18 @@ which is what the paper's authors trained, and the result takes images of any si
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from torchbcos import norms
 from torchbcos.convert.rewriter import name_of
 from torchbcos.convert.trace import submodule
-from torchbcos.convert.tracers import class_key
+from torchbcos.convert.tracers import class_key, same_way, sources
 from torchbcos.convert.twins import device_and_dtype
 from torchbcos.layers import BcosConv2d, BcosLinear
 
@@ -43,7 +45,7 @@ def _move(gm: fx.GraphModule, end: fx.Node) -> set[str]:
     x, window, layers = chain
     if _are_used_elsewhere(gm, layers):
         return set()
-    with gm.graph.inserting_before(_only_user(end)):
+    with gm.graph.inserting_before(end.next):
         for node in layers:
             name, old = str(node.target), submodule(gm, node)
             gm.add_submodule(name, _on_map(old, window))
@@ -53,22 +55,27 @@ def _move(gm: fx.GraphModule, end: fx.Node) -> set[str]:
         x = gm.graph.call_function(F.adaptive_avg_pool2d, (x, 1))
         x = _copy_meta(gm.graph.call_function(torch.flatten, (x, 1)), end)
     end.replace_all_uses_with(x)
+    for node in gm.graph.find_nodes(op="call_function", target=same_way):
+        if not sources(node).isdisjoint(layers):  # of a vector, whose size no image changes
+            gm.graph.erase_node(node)
     return {str(node.target) for node in layers}
 
 
 def _are_used_elsewhere(gm: fx.GraphModule, layers: list[fx.Node]) -> bool:
-    """Whether something outside of the chain calls one of its layers or reads its weight."""
-    names = {str(node.target) for node in layers}
+    """Whether something outside of the chain calls one of its layers or has one of its weights."""
+    names = {node.target for node in layers}
+    weights = {weight for node in layers for weight in _weights(gm, node)}
     return any(
-        (n.op == "call_module" and n.target in names)
-        or (n.op == "get_attr" and str(n.target).rpartition(".")[0] in names)
+        (n.op == "call_module" and n.target in names) or not weights.isdisjoint(_weights(gm, n))
         for n in gm.graph.nodes
         if n not in layers
     )
 
 
-def _only_user(node: fx.Node) -> fx.Node:
-    return next(iter(node.users))
+def _weights(gm: fx.GraphModule, node: fx.Node) -> Iterable[Tensor]:
+    if node.op == "get_attr":
+        return [attrgetter(str(node.target))(gm)]
+    return submodule(gm, node).parameters() if node.op == "call_module" else ()
 
 
 def _copy_meta(new: fx.Node, old: fx.Node) -> fx.Node:

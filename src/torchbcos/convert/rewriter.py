@@ -171,10 +171,8 @@ class Rewriter:
     def joined(self, node: fx.Node) -> Value:
         """The kind of a linear combination of the node's inputs."""
         values = [self.values[n] for n in node.all_input_nodes]
-        for value in values:
-            if value.kind is Kind.FACTOR:
-                return value
-        first = next(value for value in values if value.kind is Kind.SIGNAL)
+        kinds = [value.kind for value in values]
+        first = values[kinds.index(Kind.FACTOR if Kind.FACTOR in kinds else Kind.SIGNAL)]
         return replace(first, raw=any(value.raw for value in values))
 
     def image_dims(self, x: Any) -> list[int]:
@@ -279,11 +277,11 @@ class Rewriter:
 
     def factor(self, node: fx.Node) -> Value:
         """The kind of a value that is no longer linear in the image."""
-        for n in node.all_input_nodes:
-            if self.values[n].kind is Kind.FACTOR:
-                return self.values[n]
+        value = self.joined(node)
+        if value.kind is Kind.FACTOR:
+            return value
         cause = f"`{self.operation(node)}` at {self.place(node)}"
-        return Value(Kind.FACTOR, cause=cause, maker=node.name)
+        return Value(Kind.FACTOR, value.raw, cause, node.name)
 
 
 _RESHAPES = frozenset("view reshape flatten unflatten".split())

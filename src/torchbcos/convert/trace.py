@@ -76,20 +76,24 @@ def trace(
                 gm, used_size = _symbolically(module, leaf_names | auxiliary, channels, sizes)
             except TraceError:
                 gm, used_size = _followed(module, leaf_names | auxiliary, channels, sizes)
-            only_by_name = auxiliary & _on_main_path(gm)
+            only_by_name = auxiliary & _no_auxiliary(gm)
             if not only_by_name:
                 return gm, used_size
             auxiliary -= only_by_name
 
 
-def _on_main_path(gm: fx.GraphModule) -> set[str]:
-    """The classes of the modules that the first output comes from."""
+def _no_auxiliary(gm: fx.GraphModule) -> set[str]:
+    """The classes of the modules that the first output comes from, or that see no map."""
     end: Any = gm.graph.output_node().args[0]
     while isinstance(end, fx.Node) and isinstance(end.target, type):  # a named tuple
         end = end.args
     main = end[0] if isinstance(end, tuple | list) else end
     nodes = sources(main) if isinstance(main, fx.Node) else set()
-    return {class_key(submodule(gm, n)) for n in nodes if n.op == "call_module"}
+    return {
+        class_key(submodule(gm, n))
+        for n in gm.graph.find_nodes(op="call_module")
+        if n in nodes or any(len(i.meta.get("shape", ())) != 4 for i in n.all_input_nodes)
+    }
 
 
 def _sizes(module: nn.Module) -> tuple[int | Sequence[int], ...]:
@@ -228,7 +232,7 @@ class _ShapeInterpreter(fx.Interpreter):
         if isinstance(value, Tensor):
             n.meta["shape"] = tuple(value.shape)
             n.meta["dtype"] = value.dtype
-        elif isinstance(value, int | tuple):
+        elif isinstance(value, int | torch.Size):
             n.meta["size"] = value
         if n is self._last:
             raise _Reached

@@ -31,6 +31,7 @@ __all__ = [
     "goes_by_device",
     "is_auxiliary",
     "is_followed",
+    "same_way",
     "sources",
 ]
 
