@@ -459,6 +459,25 @@ def test_a_network_of_one_size_sees_each_cell_by_itself(images, monkeypatch):
     monkeypatch.setattr(localise_run, "plan_grids", lambda *_, **__: torch.arange(4)[None])
     played = play(make_vit(), small, ["ixg"], Game(grids=1, n=2, setting="difull"))
     assert played.methods[0].scores.shape == (1, 4)
+    game = Game(grids=1, n=2, setting="difull")
+    assert len(localise_page.extreme_grids(played, make_vit(), small, CLASSES, game)) == 2
+
+
+@pytest.mark.parametrize("setting", ["grid", "difull", "dipart"])
+def test_maps_on_the_page_are_those_that_were_scored(trained, images, monkeypatch, setting):
+    game = Game(grids=2, n=2, setting=setting, smooth=0)
+    played = play(trained[1.0], images, ["ixg"], game)
+    ixg, shown = posthoc.METHODS["ixg"], []
+
+    def seen(*given):
+        shown.append(ixg(*given))
+        return shown[-1]
+
+    monkeypatch.setitem(posthoc.METHODS, "ixg", posthoc.Method("ixg", seen, "IxG"))
+    localise_page.extreme_grids(played, trained[1.0], images, CLASSES, game)
+    scores = played.methods[0].scores
+    best = scores.mean(1).argmax()
+    np.testing.assert_allclose(score_cells(shown[0], 2)[0], scores[best], rtol=1e-4)
 
 
 def test_a_conventional_baseline_of_other_classes_is_refused(files, monkeypatch):
