@@ -35,10 +35,9 @@ def buffers_as_before(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+        for buffer, before in buffers:
+            if not torch.equal(buffer, before):
+                buffer.data.copy_(before)  # unseen by what is still to be derived
 
 
 @contextmanager
