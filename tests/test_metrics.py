@@ -150,6 +150,17 @@ def test_curves_of_a_bcos_model_start_and_end_where_they_must(trained):
     assert (curve.area < order.area).all()  # the pixels that speak for a class are missed first
 
 
+def test_curves_and_cuts_of_a_model_in_training_keep_its_statistics():
+    model = tb.create_model("mini", num_classes=4, input_size=32, norm="uncentred")
+    tb.calibrate(model, torch.rand(8, 3, 32, 32))
+    before = {key: b.clone() for key, b in model.train().named_buffers()}
+    images = torch.rand(2, 3, 32, 32)
+    removal_curve(model, images, torch.rand(2, 1, 32, 32), [1], steps=2)
+    dipart(model, 2, images)
+    assert model.training
+    assert all(torch.equal(b, before[key]) for key, b in model.named_buffers())
+
+
 def test_bad_removals_are_refused():
     image, maps = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2)
     model = Sum(torch.ones(1, 2, 2))
