@@ -16,7 +16,7 @@ from torchbcos.encoding import encode
 from torchbcos.localise import compose, score_cells
 from torchbcos.metrics import box_masks, energy_pointing_game, overlap, pointing_game
 from torchbcos.removal import removal_curve
-from trained import some_shapes, train_on_shapes
+from trained import make_vit, some_shapes, train_on_shapes
 
 # On masks and boxes
 
@@ -372,6 +372,16 @@ def test_layers_are_made_random_from_the_output_to_the_input_in_the_order_of_the
         lambda *_: torch.rand(1, 1, 4, 4), Reversed(), torch.rand(1, 1, 4, 4), [0]
     )
     assert [r.layer for r in found] == ["fc", "second", "first"]
+
+
+def test_what_a_network_adds_to_its_first_features_is_made_random_after_its_layers():
+    vit = make_vit()
+    found = sanity.parameter_randomisation(
+        lambda *_: torch.rand(1, 1, 4, 4), vit, torch.rand(1, 3, 16, 16), [0]
+    )
+    named = [r.layer for r in found]
+    assert named[0] == "network.heads.head"
+    assert named.index("network") > named.index("network.conv_proj")  # it holds the class token
 
 
 def test_maps_of_a_model_of_random_labels_are_others(trained):
