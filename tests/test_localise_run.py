@@ -480,6 +480,19 @@ def test_maps_on_the_page_are_those_that_were_scored(trained, images, monkeypatc
     np.testing.assert_allclose(score_cells(shown[0], 2)[0], scores[best], rtol=1e-4)
 
 
+@pytest.mark.parametrize(("height", "width"), [(40, 60), (60, 40)])
+def test_the_frame_is_around_the_cell_where_images_are_no_squares(height, width):
+    white = np.full((2 * height, 2 * width, 3), 255, np.uint8)
+    inked = localise_page._lined(white, 2, own=1) < 255
+    assert inked[:height, width:].any(2).sum() == 2 * (height + width) - 4
+    assert inked.any(2).sum() == 2 * (height + width) - 4
+    large = white.repeat(4, 0).repeat(4, 1)
+    longest = 224 / max(height, width)
+    assert localise_page._small(large).shape[:2] == (
+        round(height * longest), round(width * longest),
+    )  # fmt: skip
+
+
 def test_a_conventional_baseline_of_other_classes_is_refused(files, monkeypatch):
     network = torch.nn.Sequential(
         torch.nn.Conv2d(3, 7, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()

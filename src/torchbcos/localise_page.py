@@ -160,10 +160,9 @@ def _pictures(method: Method, model: nn.Module, images: Tensor, targets: Tensor)
 
 
 def _small(picture: np.ndarray) -> np.ndarray:
-    if max(picture.shape[:2]) <= PICTURE:
-        return picture
     image = Image.fromarray(picture)
-    return np.asarray(image.resize((PICTURE, PICTURE), Image.Resampling.BOX))
+    image.thumbnail((PICTURE, PICTURE), Image.Resampling.BOX, reducing_gap=None)
+    return np.asarray(image)
 
 
 def _lined(picture: np.ndarray, n: int, own: int) -> np.ndarray:
@@ -172,10 +171,10 @@ def _lined(picture: np.ndarray, n: int, own: int) -> np.ndarray:
         alpha = picture[..., 3:] / 255
         picture = (alpha * picture[..., :3] + (1 - alpha) * 255).round().astype(np.uint8)
     framed = picture.copy()
-    side = framed.shape[0] // n
-    thick = max(1, side // 40)
-    top, left = own // n * side, own % n * side
-    cell = framed[top : top + side, left : left + side]
+    height, width = framed.shape[0] // n, framed.shape[1] // n
+    thick = max(1, min(height, width) // 40)
+    top, left = own // n * height, own % n * width
+    cell = framed[top : top + height, left : left + width]
     inside = cell[thick:-thick, thick:-thick].copy()
     cell[:] = (29, 35, 48)
     cell[thick:-thick, thick:-thick] = inside
