@@ -982,9 +982,13 @@ def test_one_part_in_training_is_as_the_whole(create_graph):
         module.train()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     drawn = torch.get_rng_state()
-    assert tb.explain(model, images, create_graph=create_graph).statistics == "batch"
+    e = tb.explain(model, images, create_graph=create_graph)
+    assert e.statistics == "batch"
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), drawn)
+    if create_graph:
+        e.contributions.square().sum().backward()
+        assert part[0].weight.grad.abs().max() > 0
 
 
 def test_norms_without_running_statistics_are_of_the_batch():

@@ -244,6 +244,15 @@ def test_scores_do_not_depend_on_the_scale_of_a_map():
     torch.testing.assert_close(score_cells(1e-6 * maps, 2, 3), score_cells(maps, 2, 3))
 
 
+@pytest.mark.parametrize("smooth", [0, 3])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_map_that_is_not_finite_anywhere_has_no_score(value, smooth):
+    maps = torch.rand(1, 4, 4, 4)
+    maps[0, 0, 3, 3] = value  # beyond its own cell
+    scores = score_cells(maps, 2, smooth)[0]
+    assert scores.isnan().tolist() == [True, False, False, False]
+
+
 def test_the_window_grows_with_the_cells():
     assert [default_kernel(c) for c in (32, 48, 96, 224, 299)] == [3, 3, 7, 15, 15]
     assert all(default_kernel(c) % 2 for c in range(16, 500))

@@ -459,6 +459,38 @@ def test_a_network_of_one_size_sees_each_cell_by_itself(images, monkeypatch):
     monkeypatch.setattr(localise_run, "plan_grids", lambda *_, **__: torch.arange(4)[None])
     played = play(make_vit(), small, ["ixg"], Game(grids=1, n=2, setting="difull"))
     assert played.methods[0].scores.shape == (1, 4)
+    game = Game(grids=1, n=2, setting="difull")
+    assert len(localise_page.extreme_grids(played, make_vit(), small, CLASSES, game)) == 2
+
+
+@pytest.mark.parametrize("setting", ["grid", "difull", "dipart"])
+def test_maps_on_the_page_are_those_that_were_scored(trained, images, monkeypatch, setting):
+    game = Game(grids=2, n=2, setting=setting, smooth=0)
+    played = play(trained[1.0], images, ["ixg"], game)
+    ixg, shown = posthoc.METHODS["ixg"], []
+
+    def seen(*given):
+        shown.append(ixg(*given))
+        return shown[-1]
+
+    monkeypatch.setitem(posthoc.METHODS, "ixg", posthoc.Method("ixg", seen, "IxG"))
+    localise_page.extreme_grids(played, trained[1.0], images, CLASSES, game)
+    scores = played.methods[0].scores
+    best = scores.mean(1).argmax()
+    np.testing.assert_allclose(score_cells(shown[0], 2)[0], scores[best], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("height", "width"), [(40, 60), (60, 40)])
+def test_the_frame_is_around_the_cell_where_images_are_no_squares(height, width):
+    white = np.full((2 * height, 2 * width, 3), 255, np.uint8)
+    inked = localise_page._lined(white, 2, own=1) < 255
+    assert inked[:height, width:].any(2).sum() == 2 * (height + width) - 4
+    assert inked.any(2).sum() == 2 * (height + width) - 4
+    large = white.repeat(4, 0).repeat(4, 1)
+    longest = 224 / max(height, width)
+    assert localise_page._small(large).shape[:2] == (
+        round(height * longest), round(width * longest),
+    )  # fmt: skip
 
 
 def test_a_conventional_baseline_of_other_classes_is_refused(files, monkeypatch):

@@ -16,7 +16,7 @@ from torchbcos.encoding import encode
 from torchbcos.localise import compose, score_cells
 from torchbcos.metrics import box_masks, energy_pointing_game, overlap, pointing_game
 from torchbcos.removal import removal_curve
-from trained import some_shapes, train_on_shapes
+from trained import make_vit, some_shapes, train_on_shapes
 
 # On masks and boxes
 
@@ -148,6 +148,17 @@ def test_curves_of_a_bcos_model_start_and_end_where_they_must(trained):
     torch.testing.assert_close(curve.probabilities[:, :, -1], nothing.gather(1, labels[:, None]))
     order = removal_curve(model, images, maps, labels, steps=8, least_first=True)
     assert (curve.area < order.area).all()  # the pixels that speak for a class are missed first
+
+
+def test_curves_and_cuts_of_a_model_in_training_keep_its_statistics():
+    model = tb.create_model("mini", num_classes=4, input_size=32, norm="uncentred")
+    tb.calibrate(model, torch.rand(8, 3, 32, 32))
+    before = {key: b.clone() for key, b in model.train().named_buffers()}
+    images = torch.rand(2, 3, 32, 32)
+    removal_curve(model, images, torch.rand(2, 1, 32, 32), [1], steps=2)
+    dipart(model, 2, images)
+    assert model.training
+    assert all(torch.equal(b, before[key]) for key, b in model.named_buffers())
 
 
 def test_bad_removals_are_refused():
@@ -361,6 +372,16 @@ def test_layers_are_made_random_from_the_output_to_the_input_in_the_order_of_the
         lambda *_: torch.rand(1, 1, 4, 4), Reversed(), torch.rand(1, 1, 4, 4), [0]
     )
     assert [r.layer for r in found] == ["fc", "second", "first"]
+
+
+def test_what_a_network_adds_to_its_first_features_is_made_random_after_its_layers():
+    vit = make_vit()
+    found = sanity.parameter_randomisation(
+        lambda *_: torch.rand(1, 1, 4, 4), vit, torch.rand(1, 3, 16, 16), [0]
+    )
+    named = [r.layer for r in found]
+    assert named[0] == "network.heads.head"
+    assert named.index("network") > named.index("network.conv_proj")  # it holds the class token
 
 
 def test_maps_of_a_model_of_random_labels_are_others(trained):

@@ -496,6 +496,16 @@ def test_ties_are_broken_by_the_second_key_and_then_by_the_order():
     assert [(r.layer, r.unit) for r in ranked] == [("b", 0), ("a", 1), ("b", 1), ("a", 0)]
 
 
+def test_units_of_a_model_in_training_leave_its_statistics():
+    layers = tb.BcosConv2d(6, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    model = tb.BcosModel(nn.Sequential(*layers), input_size=(32, 32)).train()
+    before = {key: b.clone() for key, b in model.named_buffers()}
+    x = torch.rand(4, 3, 32, 32)
+    neurons.unit_contributions(model, x, "0", targets=[1])
+    neurons.most_active_for(model, x[0], "0")
+    assert all(torch.equal(b, before[key]) for key, b in model.named_buffers())
+
+
 def test_units_most_active_for_an_image(model, images, found):
     image = images.batch(torch.tensor([11]))[0].double()
     peaks = activations(model, images)["6"][11].max((1, 2))

@@ -603,6 +603,13 @@ def test_maps_have_the_type_of_the_model(bcos, images, name):
     assert maps.dtype == torch.float64
 
 
+@pytest.mark.parametrize("name", ["grad", "deeplift", "occlusion"])
+def test_one_hot_targets_are_no_class_indices(bcos, images, name):
+    one_hot = torch.eye(bcos.num_classes)[: len(images)].long()
+    with pytest.raises(ValueError, match=r"look one-hot: use targets\.argmax\(1\)"):
+        posthoc.METHODS[name](bcos, images, one_hot)
+
+
 @pytest.mark.parametrize("name", ["grad", "gradcam", "rise"])
 def test_a_model_in_training_keeps_its_statistics(name):
     model = tb.create_model("mini", num_classes=4, input_size=32, norm="uncentred")

@@ -212,13 +212,15 @@ def score_cells(attributions: Tensor, n: int, smooth: int = 0) -> Tensor:
     check_kernel(smooth)
     check_window(smooth, height, width)
     maps = attributions.detach().float()
+    broken = ~maps.isfinite().flatten(2).all(2)
     if smooth:
         maps = smoothed(maps, smooth)
     maps = maps.clamp(min=0).view(-1, n * n, n, height // n, n, width // n)
     mass = maps.sum((3, 5), dtype=torch.float64).flatten(2)  # [G, target, cell]
     own, total = mass.diagonal(dim1=1, dim2=2), mass.sum(2)
     empty = total == 0
-    return torch.where(empty, 0.0, own / torch.where(empty, 1.0, total))
+    scores = torch.where(empty, 0.0, own / torch.where(empty, 1.0, total))
+    return scores.masked_fill(broken, torch.nan)
 
 
 @dataclass(frozen=True)

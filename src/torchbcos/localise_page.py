@@ -17,7 +17,14 @@ from torchbcos import render
 from torchbcos.checkpoint import write_atomically
 from torchbcos.data import ImageSet
 from torchbcos.explain import explain
-from torchbcos.localise_run import Game, MethodScores, Played, grid_images
+from torchbcos.localise_run import (
+    Game,
+    MethodScores,
+    Played,
+    grid_images,
+    subject_of,
+    targets_of,
+)
 from torchbcos.page import Panel, Section, build_page, png
 from torchbcos.plots import accuracy_and_localisation, score_boxes
 from torchbcos.posthoc import METHODS, Method
@@ -110,6 +117,7 @@ def extreme_grids(
     """The most and the least successful grids of a model's best method, with every cell's map."""
     best = _best(played)
     method = METHODS[best.method]
+    subject = subject_of(game.given(model, method), images, played.plan, game)
     means = best.scores.mean(1)
     order = np.argsort(-means, kind="stable")
     count = min(SHOWN, len(order) // 2) or 1
@@ -118,7 +126,8 @@ def extreme_grids(
     for word, chosen in ends.items():
         for g in chosen.tolist():
             grids, labels = grid_images(images, played.plan[g : g + 1], game.n)
-            pictures = _pictures(method, game.given(model, method), grids, labels.cpu())[0]
+            targets = targets_of(labels.cpu(), played.outputs, game)
+            pictures = _pictures(method, subject, grids, targets)[0]
             photo = png(_small(render.photo(grids[0])))
             panels = [Panel("input", photo, f"mean score {means[g]:.2f}")]
             panels += [
@@ -151,10 +160,9 @@ def _pictures(method: Method, model: nn.Module, images: Tensor, targets: Tensor)
 
 
 def _small(picture: np.ndarray) -> np.ndarray:
-    if max(picture.shape[:2]) <= PICTURE:
-        return picture
     image = Image.fromarray(picture)
-    return np.asarray(image.resize((PICTURE, PICTURE), Image.Resampling.BOX))
+    image.thumbnail((PICTURE, PICTURE), Image.Resampling.BOX, reducing_gap=None)
+    return np.asarray(image)
 
 
 def _lined(picture: np.ndarray, n: int, own: int) -> np.ndarray:
@@ -163,10 +171,10 @@ def _lined(picture: np.ndarray, n: int, own: int) -> np.ndarray:
         alpha = picture[..., 3:] / 255
         picture = (alpha * picture[..., :3] + (1 - alpha) * 255).round().astype(np.uint8)
     framed = picture.copy()
-    side = framed.shape[0] // n
-    thick = max(1, side // 40)
-    top, left = own // n * side, own % n * side
-    cell = framed[top : top + side, left : left + side]
+    height, width = framed.shape[0] // n, framed.shape[1] // n
+    thick = max(1, min(height, width) // 40)
+    top, left = own // n * height, own % n * width
+    cell = framed[top : top + height, left : left + width]
     inside = cell[thick:-thick, thick:-thick].copy()
     cell[:] = (29, 35, 48)
     cell[thick:-thick, thick:-thick] = inside

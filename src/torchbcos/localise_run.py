@@ -38,7 +38,7 @@ from torchbcos.models import BcosModel, in_mode
 from torchbcos.posthoc import Method, choose_methods
 from torchbcos.wrappers import check_together, unwrapped
 
-__all__ = ["Game", "MethodScores", "Played", "grid_images", "play"]
+__all__ = ["Game", "MethodScores", "Played", "grid_images", "play", "subject_of", "targets_of"]
 
 _SAVE_EVERY = 30.0  # seconds
 # Grids that are looked at together: at most so many, and no more pixels than these on a CPU, or
@@ -67,6 +67,7 @@ class Played:
     name: str
     accuracy: float  # on all images
     exponent: float | None  # B, of a B-cos model with one
+    outputs: int  # of the model
     plan: Tensor  # [grids, n·n] indices of images
     methods: tuple[MethodScores, ...]
 
@@ -137,10 +138,10 @@ def play(
             "game": asdict(game),
             "plan": hashlib.sha256(plan.numpy().tobytes()).hexdigest(),
         }
-        run = _Run(images, game, plan, logits.shape[1], together, identity, device, out, console)
+        run = _Run(images, game, plan, outputs, together, identity, device, out, console)
         scores = _all_scored(run, model, chosen, name, tell)
     accuracy = _right(logits, images.labels).double().mean().item()
-    return Played(name, accuracy, _exponent(model), plan, scores)
+    return Played(name, accuracy, _exponent(model), outputs, plan, scores)
 
 
 def _all_scored(
@@ -153,7 +154,7 @@ def _all_scored(
     results: dict[str, MethodScores] = {}
     broken: list[str] = []
     for method in methods:
-        subject = _subject(run.game.given(model, method), run.images, run.plan, run.game)
+        subject = subject_of(run.game.given(model, method), run.images, run.plan, run.game)
         twin = results.get(method.twin(subject))
         if twin is not None:
             results[method.name] = replace(
@@ -194,7 +195,7 @@ class _Run:
     images: ImageSet
     game: Game
     plan: Tensor
-    classes: int
+    outputs: int
     batch: int
     identity: dict[str, Any]
     device: torch.device
@@ -213,15 +214,14 @@ class _Run:
             text = f"{method.label}: {len(done)} grids are scored already."
             self.console.print(text, highlight=False)
             return MethodScores(method.name, method.label, parts[0].numpy(), seconds)
-        labels = images.labels.cpu()[plan]  # [G, n·n]; there, so that no check waits for a GPU
-        if self.game.setting != "grid":
-            labels = cell_targets(labels, self.classes)
+        # [G, n·n]; on the CPU, so that no check waits for a GPU
+        wanted = targets_of(images.labels.cpu()[plan], self.outputs, self.game)
         batch = 1 if method.perturbs else self.batch  # they fill the device by themselves
         started = saved = time.perf_counter()
         with _progress(self.console) as progress:
             task = progress.add_task(method.label, total=len(plan), completed=len(done))
             for rows, targets in zip(
-                plan[len(done) :].split(batch), labels[len(done) :].split(batch), strict=True
+                plan[len(done) :].split(batch), wanted[len(done) :].split(batch), strict=True
             ):
                 grids, _ = grid_images(images, rows, n)
                 scores = score_cells(method(model, grids, targets), n, smooth)
@@ -347,13 +347,19 @@ def _predict(model: nn.Module, images: ImageSet, batch: int, console: Console) -
     return torch.cat(logits)
 
 
-def _subject(model: nn.Module, images: ImageSet, plan: Tensor, game: Game) -> nn.Module:
+def subject_of(model: nn.Module, images: ImageSet, plan: Tensor, game: Game) -> nn.Module:
+    """What is explained on the grids of a plan: the model or, by the setting, one that is cut."""
     if game.setting == "difull":
         return difull(model, game.n)
     if game.setting == "dipart":
         grids, _ = grid_images(images, plan[:1], game.n)
         return dipart(model, game.n, grids)
     return model
+
+
+def targets_of(labels: Tensor, outputs: int, game: Game) -> Tensor:
+    """The subject's outputs [G, n·n] for the classes of the cells, of a model with so many."""
+    return labels if game.setting == "grid" else cell_targets(labels, outputs)
 
 
 def _digest(model: nn.Module) -> str:

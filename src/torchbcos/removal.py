@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchbcos.posthoc.subject import Subject, probabilities
 from torchbcos.targets import Targets
+from torchbcos.undisturbed import keeping_buffers
 
 __all__ = ["RemovalCurve", "removal_curve"]
 
@@ -26,6 +27,7 @@ class RemovalCurve:
         return torch.trapezoid(self.probabilities, self.fractions, dim=-1)
 
 
+@keeping_buffers
 @torch.no_grad()
 def removal_curve(
     model: nn.Module,

@@ -70,7 +70,7 @@ def _in_order_of_use(model: nn.Module, images: Tensor) -> list[str]:
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model, images.device))
         for m in names:
-            hook = m.register_forward_hook(lambda m, *_: met.setdefault(names[m]))
+            hook = m.register_forward_pre_hook(lambda m, _: met.setdefault(names[m]))
             stack.enter_context(hook)
         model(images[:1] if not looks_at_batch(model) else images)
     return [name for name in names.values() if name not in met] + list(met)

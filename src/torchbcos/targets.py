@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Targets", "check_class", "resolve_targets", "targets_of_chunk"]
+__all__ = ["Targets", "check_indices", "resolve_targets", "targets_of_chunk"]
 
 #: One class for all images, several, one or several for each, or "all".
 Targets = int | str | Sequence[int | str] | Sequence[Sequence[int]] | Tensor | np.ndarray | None
@@ -47,14 +47,7 @@ def resolve_targets(targets: Targets, logits: Tensor, names: Sequence[str] | Non
         if targets.is_floating_point() or targets.dtype == torch.bool:
             raise TypeError(f"`targets` (dtype {targets.dtype}) must be integers, class indices.")
         targets = targets.long()  # unsigned ones have no least
-        least, most = int(targets.min()), int(targets.max())
-        for value in (least, most):
-            check_class(value, k)
-        if targets.dim() == 2 and targets.shape[1] == k > 2 and most <= 1:
-            raise ValueError(
-                f"`targets` (shape {tuple(targets.shape)}, of 0 and 1) must be class indices, and "
-                "look one-hot: use targets.argmax(1)."
-            )
+        check_indices(int(targets.min()), int(targets.max()), tuple(targets.shape), k)
         given = targets.to(logits.device, non_blocking=True)
         if given.dim() == 0:
             given = given.expand(n)
@@ -80,10 +73,21 @@ def _class_index(target: Any, count: int, names: Sequence[str] | None) -> int:
         value = operator.index(target)
     except (TypeError, ValueError) as error:
         raise TypeError(f"`targets` (={target!r}) must be a class index or name.") from error
-    check_class(value, count)
+    _check_class(value, count)
     return value
 
 
-def check_class(value: int, count: int) -> None:
+def check_indices(least: int, most: int, shape: tuple[int, ...], count: int) -> None:
+    """Of a tensor of this shape, whose values lie between `least` and `most`."""
+    for value in (least, most):
+        _check_class(value, count)
+    if len(shape) == 2 and shape[1] == count > 2 and most <= 1:
+        raise ValueError(
+            f"`targets` (shape {shape}, of 0 and 1) must be class indices, and look one-hot: use "
+            "targets.argmax(1)."
+        )
+
+
+def _check_class(value: int, count: int) -> None:
     if not 0 <= value < count:
         raise ValueError(f"`targets` (={value}) must be from 0 to {count - 1}: {count} classes.")

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-__all__ = ["buffers_as_before", "generators_as_before", "looks_at_batch", "undisturbed"]
+__all__ = [
+    "buffers_as_before",
+    "generators_as_before",
+    "keeping_buffers",
+    "looks_at_batch",
+    "undisturbed",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def looks_at_batch(model: nn.Module) -> bool:
@@ -35,10 +45,20 @@ def buffers_as_before(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+        for buffer, before in buffers:
+            if not torch.equal(buffer, before):
+                buffer.data.copy_(before)  # unseen by what is still to be derived
+
+
+def keeping_buffers(function: F) -> F:
+    """`function(model, …)`, with `buffers_as_before`."""
+
+    @wraps(function)
+    def run(model: nn.Module, *arguments: Any, **options: Any) -> Any:
+        with buffers_as_before(model):
+            return function(model, *arguments, **options)
+
+    return cast(F, run)
 
 
 @contextmanager

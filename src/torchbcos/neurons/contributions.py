@@ -20,6 +20,7 @@ from torchbcos.models import BcosModel, refuse_conventional
 from torchbcos.neurons.table import Neurons, NeuronsError, Ranked, largest
 from torchbcos.tap import tap, watch
 from torchbcos.targets import Targets, resolve_targets
+from torchbcos.undisturbed import keeping_buffers
 from torchbcos.wrappers import bcos_within
 
 __all__ = ["UnitContributions", "most_active_for", "most_contributing", "unit_contributions"]
@@ -53,6 +54,7 @@ class UnitContributions:
         return maps.flatten(3).sum(3) if maps.dim() > 3 else maps
 
 
+@keeping_buffers
 def unit_contributions(
     model: nn.Module, images: Tensor, layer: str, targets: Targets = None
 ) -> UnitContributions:
@@ -155,6 +157,7 @@ def most_contributing(
     return largest({layer: total.cpu() / len(images)}, count)
 
 
+@keeping_buffers
 def most_active_for(
     model: nn.Module, image: Tensor, layer: str, count: int = 10, *, usual: Neurons | None = None
 ) -> list[Ranked]:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchbcos.explain import logits_of
 from torchbcos.layers import BcosLayer
+from torchbcos.undisturbed import buffers_as_before
 
 __all__ = ["Head", "find_head"]
 
@@ -92,6 +93,7 @@ def find_head(model: nn.Module, x: Tensor, layer: str | None = None) -> Head:
             if _is_leaf(module) or (name and name == layer):
                 stack.enter_context(module.register_forward_hook(_noting(calls, name)))
         stack.enter_context(_pooling_functions(model, note))
+        stack.enter_context(buffers_as_before(model))
         logits_of(model, x)
 
     def head(index: int, side: str) -> Head:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +13,7 @@ from torchbcos._arguments import missing_package
 from torchbcos.baseline import to_explain
 from torchbcos.models import BcosModel
 from torchbcos.targets import Targets
-from torchbcos.undisturbed import buffers_as_before
+from torchbcos.undisturbed import keeping_buffers
 
 __all__ = ["METHODS", "Method", "choose_methods", "register"]
 
@@ -79,12 +78,7 @@ def register(
     def add(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if name in METHODS:
             raise ValueError(f"`name` (={name!r}) is taken by another method: choose another.")
-
-        @wraps(function)
-        def compute(model: nn.Module, *arguments: Any, **options: Any) -> Tensor:
-            with buffers_as_before(model):
-                return function(model, *arguments, **options)
-
+        compute = keeping_buffers(function)
         METHODS[name] = Method(name, compute, label or name, perturbs, inherent, twin, needs)
         return compute
 

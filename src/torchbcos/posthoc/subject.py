@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchbcos.baseline import Normalised, to_explain
 from torchbcos.explain import logits_of, network_input
 from torchbcos.models import BcosModel
-from torchbcos.targets import Targets, check_class, resolve_targets, targets_of_chunk
+from torchbcos.targets import Targets, check_indices, resolve_targets, targets_of_chunk
 from torchbcos.wrappers import unwrapped
 
 __all__ = ["Subject", "input_of", "network_of", "probabilities"]
@@ -44,7 +44,7 @@ class Subject:
     model: nn.Module
     x: Tensor  # [N, C, H, W]
     targets: Tensor  # [N, K]
-    extremes: tuple[int, ...] = ()  # the lowest and highest of targets not yet checked
+    extremes: tuple[int, int] | None = None  # the lowest and highest of targets not yet checked
 
     @classmethod
     @torch.inference_mode(False)
@@ -70,8 +70,8 @@ class Subject:
             logits = self.model.from_normalised(x)
         else:
             logits = logits_of(self.model, x)
-        for value in self.extremes:
-            check_class(value, logits.shape[1])
+        if self.extremes:
+            check_indices(*self.extremes, tuple(self.targets.shape), logits.shape[1])
         return logits
 
     def outputs(self, x: Tensor) -> Tensor:
