@@ -474,6 +474,7 @@ WRONG_UNITS = {
     "a fraction": (1.5, "(=1.5)"),
     "a name": ("cat", "'cat'"),
     "none": ([], "`unit`"),
+    "an array": (np.array([0, 1]), "`unit` (=array([0, 1]))"),
     "one of a list": ([0, 9], "(=9)"),
     "a function of another shape": (lambda maps: maps.sum(), "one value for each image"),
     "a function without tensor": (lambda maps: 1.0, "one value for each image"),

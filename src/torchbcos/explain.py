@@ -121,10 +121,11 @@ def _check_request(
 ) -> None:
     if not units:
         raise ValueError("`unit` (=[]) must hold at least one unit.")
-    if layer is None and units != [None]:
+    none = [unit is None for unit in units]  # no equality: arrays have none
+    if layer is None and none != [True]:
         given = units[0] if len(units) == 1 else units
         raise ValueError(f"`unit` (={given!r}) needs `layer`: the name of the layer it is in.")
-    if layer is not None and (None in units or targets is not None):
+    if layer is not None and (any(none) or targets is not None):
         raise ValueError(f"`layer` (={layer!r}) needs `unit`, and `targets` only go with logits.")
     if any(p.is_inference() for p in model.parameters()):
         raise ValueError(
