@@ -52,6 +52,13 @@ def test_brackets_in_paths_are_no_markup(run):
         assert f"{folder}/model.safetensors: " in out
 
 
+@pytest.mark.parametrize("folder", ["é", "😀", 'odd "\\[x]'])
+def test_a_model_of_any_name_is_tuned(run, folder):
+    code, _, err = run("train", "shapes", *SMALL, "--from", f"{folder}/no")
+    assert code == 2
+    assert err.startswith(f"torchbcos: {folder}/no does not exist: ")
+
+
 def test_an_interruption_while_images_are_read_is_named(run, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
