@@ -273,6 +273,7 @@ def train(
         fail("a recipe is missing: torchbcos train --list shows all, or name a TOML file.")
     more = [f"start_from={json.dumps(start_from, ensure_ascii=False)}"] if start_from else []
     config = read_recipe(recipe, data, [*(changes or []), *more])
+    check_folder(out)
     fabric = make_fabric(config.precision, devices, nodes, strategy)
     try:
         model = run_training(
