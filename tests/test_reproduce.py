@@ -287,6 +287,18 @@ def test_a_conventional_network_is_scored_by_other_methods_alone(colours, tmp_pa
     assert {name: after[name] for name in before} == before
 
 
+def test_damaged_images_are_left_out_of_streamed_tests_too(tmp_path, colours):
+    root = tmp_path / "data"
+    shutil.copytree(colours, root)
+    next((root / "test/cat").iterdir()).write_bytes(b"")
+    it = trial("plain-b2", root, tmp_path, "memory=0", 'bad="skip"')
+    it.folder.mkdir(parents=True)
+    assert len(it._test_images()) == 29
+    it = trial("plain-b2", root, tmp_path, "memory=0")
+    with pytest.raises(data.DataError, match="1 of 30 images cannot be read"):
+        it._test_images()
+
+
 def test_class_folders_are_decoded_once_for_all_processes(tmp_path, monkeypatch, colours):
     opened = []
 
