@@ -20,7 +20,7 @@ from small_training import QUIET, Processes, assert_same_weights, config, ended,
 from torchbcos import localise_run, train
 from torchbcos.augment import AUGMENTATIONS
 from torchbcos.batches import Batches, at_once, find_damaged, in_order
-from torchbcos.data import DataError, ImageFiles, Images, open_data
+from torchbcos.data import DataError, ImageFiles, Images, open_data, write_packed
 from torchbcos.evaluate import evaluate, tally
 
 CPU = torch.device("cpu")
@@ -451,6 +451,20 @@ def test_cifar_has_one_size(tmp_path, form):
     (tmp_path / f"cifar-10-batches-{form}").mkdir()
     with pytest.raises(DataError, match="holds images of 32×32 pixels, not of 64: ask for 32"):
         open_data(tmp_path, 64)
+
+
+def test_a_full_disk_is_named_when_decoded_images_are_written(folder, tmp_path):
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    split = open_data(folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # Python ignores its signal
+    try:
+        with pytest.raises(DataError, match=r"packed cannot hold the decoded .* disk full\?"):
+            write_packed(split, tmp_path / "packed")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    write_packed(split, tmp_path / "packed")
+    assert torch.equal(open_data(tmp_path / "packed").train.pixels, split.train.pixels)
 
 
 def test_cifar_in_its_binary_form(tmp_path):

@@ -42,8 +42,9 @@ def test_as_much_of_each_test_image_is_seen_as_in_training(place):
     assert split.test.size == (16, 16)
     assert split.test.pixels[:4].min() == 250  # the centre alone
     assert split.test.pixels[4:].max() == 3
-    model.provenance = {}
-    assert open_as_trained(model, place / "set").test.pixels[:4].min() == 0
+    for own in ({}, {"config": "bright.yaml"}):
+        model.provenance = own
+        assert open_as_trained(model, place / "set").test.pixels[:4].min() == 0
 
 
 @pytest.mark.parametrize("memory", [4.0, 0.0])

@@ -287,11 +287,23 @@ def test_a_conventional_network_is_scored_by_other_methods_alone(colours, tmp_pa
     assert {name: after[name] for name in before} == before
 
 
+def test_damaged_images_are_left_out_of_streamed_tests_too(tmp_path, colours):
+    root = tmp_path / "data"
+    shutil.copytree(colours, root)
+    next((root / "test/cat").iterdir()).write_bytes(b"")
+    it = trial("plain-b2", root, tmp_path, "memory=0", 'bad="skip"')
+    it.folder.mkdir(parents=True)
+    assert len(it._test_images()) == 29
+    it = trial("plain-b2", root, tmp_path, "memory=0")
+    with pytest.raises(data.DataError, match="1 of 30 images cannot be read"):
+        it._test_images()
+
+
 def test_class_folders_are_decoded_once_for_all_processes(tmp_path, monkeypatch, colours):
     opened = []
 
     def opening(path, *arguments, **how):
-        opened.append(str(path))
+        opened.extend([str(path)] * (how["memory"] > 0))  # else they are only listed
         return data.open_data(path, *arguments, **how)
 
     monkeypatch.setattr(packed, "open_data", opening)
@@ -311,6 +323,15 @@ def test_class_folders_are_decoded_once_for_all_processes(tmp_path, monkeypatch,
             assert torch.equal(one.labels, other.labels)
     with pytest.raises(ValueError, match="holds images of 12×12 pixels, not of 9"):
         data.open_data(again[1].data, 9)
+    # Other files are decoded anew.
+    root = tmp_path / "data"
+    shutil.copytree(colours, root)
+    held = []
+    for _ in range(2):
+        (c,) = packed.pack([replace(plain, data=str(root))], tmp_path, QUIET)
+        held.append(len(data.open_data(c.data).test))
+        next((root / "test/cat").iterdir()).unlink()
+    assert held == [30, 29]
     # What is streamed, or in no folders, stays where it is.
     for c in (replace(plain, memory=0), replace(plain, data="shapes")):
         assert packed.pack([c], tmp_path, QUIET) == [c]

@@ -52,6 +52,27 @@ def test_brackets_in_paths_are_no_markup(run):
         assert f"{folder}/model.safetensors: " in out
 
 
+@pytest.mark.parametrize("folder", ["é", "😀", 'odd "\\[x]'])
+def test_a_model_of_any_name_is_tuned(run, folder):
+    code, _, err = run("train", "shapes", *SMALL, "--from", f"{folder}/no")
+    assert code == 2
+    assert err.startswith(f"torchbcos: {folder}/no does not exist: ")
+
+
+def test_a_folder_that_nothing_can_be_written_to_is_refused_before_the_training(
+    run, monkeypatch, tmp_path
+):
+    (tmp_path / "f").touch()
+    code, _, err = run("train", "shapes", *SMALL, "--out", "f/o")
+    assert (code, err) == (
+        2, "torchbcos: `--out` (='f/o') needs a folder where f is a file.\n"
+    )  # fmt: skip
+    monkeypatch.setattr("os.access", lambda *_: False)
+    code, _, err = run("train", "shapes", *SMALL, "--out", "a")
+    assert code == 2
+    assert err.startswith("torchbcos: `--out` (='a'): . cannot be written to")
+
+
 def test_an_interruption_while_images_are_read_is_named(run, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt

@@ -31,7 +31,7 @@ from torchbcos.data import DataError, ImageFiles, Images, ImageSet, default_work
 from torchbcos.images import ImageError, check_image
 from torchbcos.training_config import TrainConfig
 
-__all__ = ["Batches", "at_once", "find_damaged", "in_order"]
+__all__ = ["Batches", "at_once", "digest_of_files", "find_damaged", "in_order"]
 
 Batch = tuple[Tensor, Tensor]
 Plan = tuple[Tensor, Tensor | None, tuple[int, int]]
@@ -224,10 +224,10 @@ def find_damaged(
 ) -> dict[int, str]:
     """A sentence for each file that cannot be read, by its index.
 
-    What was found is kept in `record`, if given, and not searched again for the same files: those
-    of the same names, lengths and times of their last change.
+    What was found is kept in `record`, if given, and not searched again for the same files, by
+    their `digest_of_files`.
     """
-    digest = _digest(images.files)
+    digest = digest_of_files(images.files)
     if record is not None and record.exists():
         known = json.loads(record.read_bytes())
         if known["files"] == digest:
@@ -242,7 +242,8 @@ def find_damaged(
     return damaged
 
 
-def _digest(files: Iterable[str]) -> str:
+def digest_of_files(files: Iterable[str]) -> str:
+    """Of their names, lengths and times of their last change."""
     digest = hashlib.sha256()
     for file in files:
         try:

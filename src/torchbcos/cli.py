@@ -271,8 +271,9 @@ def train(
         return
     if not recipe:
         fail("a recipe is missing: torchbcos train --list shows all, or name a TOML file.")
-    more = [f"start_from={json.dumps(start_from)}"] if start_from else []
+    more = [f"start_from={json.dumps(start_from, ensure_ascii=False)}"] if start_from else []
     config = read_recipe(recipe, data, [*(changes or []), *more])
+    check_folder(out)
     fabric = make_fabric(config.precision, devices, nodes, strategy)
     try:
         model = run_training(

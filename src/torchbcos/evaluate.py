@@ -39,7 +39,9 @@ def open_as_trained(
             f"`model` (of {height}×{width} px) takes no squares, and data sets are read as "
             "squares: make a torchbcos.data.Images of its size yourself."
         )
-    config = model.provenance.get("config", {})
+    config = model.provenance.get("config")
+    if not isinstance(config, dict):  # someone's own words
+        config = {}
     bad, part = config.get("bad", "fail"), config.get("test_part", 1.0)
     split = open_data(
         data, size or height, bad=bad, part=part, only=only, channels=model.in_channels

@@ -21,8 +21,9 @@ from torch.nn.functional import one_hot
 from torchbcos._cuda import cuda_settings
 from torchbcos._version import __version__
 from torchbcos.baseline import to_explain
+from torchbcos.batches import find_damaged
 from torchbcos.checkpoint import load, save, write_atomically
-from torchbcos.data import ImageSet, Split, open_data
+from torchbcos.data import ImageFiles, ImageSet, Split, open_data
 from torchbcos.evaluate import evaluate
 from torchbcos.evidence import cores, device_name, without_home
 from torchbcos.localise import plan_grids
@@ -142,7 +143,7 @@ class Trial:
         of_training = json.loads(path.read_bytes())
         model = self._trained(console).to(device)
         model.to(memory_format=torch.channels_last)
-        images = self._test_split().test.to(device)
+        images = self._test_images().to(device)
         accuracy, loss = evaluate(model, images)
         document: dict[str, Any] = {
             "name": self.name,
@@ -222,6 +223,14 @@ class Trial:
 
     def _test_split(self) -> Split:
         return open_data(self.config.data, only="test", **self.config.reading)
+
+    def _test_images(self) -> ImageSet:
+        """Those that the training tested on; of streamed ones it has noted the damaged."""
+        images = self._test_split().test
+        if isinstance(images, ImageFiles):
+            damaged = find_damaged(images, self.folder / "checked-test.json")
+            images = images.without(damaged, self.config.bad)
+        return images
 
     def _curve(self) -> dict[str, list[float]]:
         lines = [json.loads(x) for x in (self.folder / "metrics.jsonl").read_bytes().splitlines()]
