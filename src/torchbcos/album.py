@@ -116,7 +116,7 @@ def make_album(
     if sections:
         album.page = out / "page.html"
         page = build_page(_title(len(sections)), _lead(model, request), sections)
-        album.page.write_text(page, encoding="utf-8", errors="backslashreplace")
+        write_atomically(album.page, page.encode(errors="backslashreplace"))
     return album
 
 

@@ -98,19 +98,21 @@ def write_packed(split: Split, folder: Path) -> None:
 
     The arrays are mapped into memory, so that processes on one machine share them.
     """
+    about = {"classes": split.classes, "skipped": split.skipped}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, images in (("train", split.train), ("test", split.test)):
-        if not isinstance(images, Images):
-            raise ValueError("`split` is streamed from its files: open it with more `memory`.")
-        try:
+    try:
+        for name, images in (("train", split.train), ("test", split.test)):
+            if not isinstance(images, Images):
+                raise ValueError("`split` is streamed from its files: open it with more `memory`.")
             np.save(folder / f"{name}.npy", images.pixels.numpy())
             np.save(folder / f"{name}-labels.npy", images.labels.numpy())
-        except OSError as error:  # NumPy counts bytes, without the reason or the file
-            raise DataError(
-                f"{folder} cannot hold the decoded images ({error}): is its disk full?"
-            ) from error
-    about = {"classes": split.classes, "skipped": split.skipped}
-    (folder / PACKED).write_bytes(json.dumps(about, indent=1).encode())  # last: now all is there
+        part = folder / f"{PACKED}.part"
+        part.write_bytes(json.dumps(about, indent=1).encode())
+        part.replace(folder / PACKED)  # last: now all is there
+    except OSError as error:  # NumPy counts bytes, without the reason or the file
+        raise DataError(
+            f"{folder} cannot hold the decoded images ({error}): is its disk full?"
+        ) from error
 
 
 def _packed(folder: Path, size: int | None) -> Split:
