@@ -62,12 +62,7 @@ This page is made by `python docs/make_speed.py` from `results/speed_gpu.json`, 
 PROFILED = """\
 In runs that do not say *profiler after all times* a case was profiled before the next was timed.
 Torch's profiler stays attached and slows down later launches of its process (pytorch issue 144455).
-Ours came last, so their eager times may be too long. By how much was measured once (no file was
-kept), on ResNet-34's eager step (one unit) with another kind of profile: Python needed 7.7 ms to
-launch it, 8.8 ms after profiling, and the step took 10.8 and 10.9 ms. Earlier runs had 19.7 ms
-(commit 0b4403d, with older kernels and launches) and 24.4 ms (3d12b5d, with those of today), of
-which 10.3 to 10.5 on the device. What made the difference, the host or the profiler, was not found
-out: where Python is slower than the device, an eager step waits for it. A captured one does not.
+Ours came last, so their eager times may be too long. Captured steps do not depend on it.
 """
 HOST = """\
 ## Eager steps
@@ -80,16 +75,11 @@ groups have at least twenty steps: 10.9 ms, 1.02 of the floor's 10.7, and the co
 the floor, so what is beyond is the host's. A part may be the measurement's: the last of these three
 waited for the device after every two steps, which a training does not.
 
-The host may change from step to step: on one more, in a profile of which no file was kept, three
-rounds of twenty steps took 12.3, 12.0 and 10.7 ms, the floor 10.5 in each. Launching steps, with
-images too small to keep the device busy, took Python there 6.8 ms for ours, 7.2 for the
-conventional network and 3.2 for the floor. On the host of 392f917 it was
+On the host of 392f917 launching a step, with images too small to keep the device busy, took Python
 (`python benchmarks/launches.py`, `results/launches_gpu.json`):
 """
 AFTER_HOST = """\
-There the launches alone, 11.0 ms, are more than the kernels' 10.4. Of the 203 kernels that a step
-adds to the convolutions (counted once; no file was kept), 74 are small: they make unit rows of
-weights or their gradients.
+There the launches alone, 11.0 ms, are more than the kernels' 10.4.
 """
 RUN = (
     "- `{command}` on one {device}: {dtype}, {format}, torch {torch}, Triton {triton}, "
@@ -254,11 +244,9 @@ def processor(document: Row) -> list[str]:
         "From `results/speed_cpu.json`: "
         f"`{run['command']}` on one {run['device']}, {run['dtype']}, "
         f"{run['memory_format'].replace('_', ' ')}, torch {run['torch']}, "
-        f"commit {run['commit']}. These machines are noisy: another run of the same commit, not "
-        "kept, gave ours 1.01 of the conventional network's time for inference and 1.21 for a "
-        "training step; two of the commit before it, with a little more overhead, 1.15 for "
-        "inference and 1.16 and 1.08 for a training step; and earlier ones 1.13, 1.13, 1.08, 1.08 "
-        "and 1.03 for inference.\n",
+        f"commit {run['commit']}. These machines are noisy: in other runs, not kept, ours took "
+        "1.01 to 1.15 of the conventional network's time for inference and 1.08 to 1.21 for a "
+        "training step.\n",
         "| | inference, ms | of the conventional's | training step, ms | of the conventional's |",
         "|---|---|---|---|---|",
     ]

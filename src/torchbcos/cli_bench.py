@@ -25,8 +25,10 @@ def bench(
         Path, typer.Option(help="JSON file, written after each one; results are added to it.")
     ] = Path("speed.json"),
 ) -> None:
-    """Measure time and memory of B-cos networks beside conventional ones, plain convolutions alone
-    (the floor), and the package `bcos` of the paper's authors."""
+    """Measure time and memory of B-cos networks, conventional ones, and the authors' `bcos`.
+
+    Beside them stands the floor: the same network with plain convolutions and nothing else.
+    """
     import torch
 
     from torchbcos import bench as benchmark

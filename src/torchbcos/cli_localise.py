@@ -147,7 +147,7 @@ def toy(
     for exponent, row in zip(found.exponents, found.best.T, strict=True):
         table.add_row(f"{exponent:g}", *(f"{v:.1f}" for v in row))
     output.print(table)
-    output.print(f"The red cluster is at {RED_ANGLE:.1f}.")
+    output.print(f"The red cluster is at {RED_ANGLE:.1f} degrees.")
     output.print(f"Wrote {files[0]} and {files[1]}", soft_wrap=True)
 
 

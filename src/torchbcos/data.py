@@ -72,7 +72,9 @@ def open_data(
         return _as_seen(_shapes_split(size or 48), channels)
     root = Path(path)
     if not root.is_dir():
-        raise DataError(f"{root} is no folder: name one with train and val, or 'shapes'.")
+        raise DataError(
+            f"{root} is no folder: name one with train and val, CIFAR-10's own, or 'shapes'."
+        )
     if (root / PACKED).exists():
         return _as_seen(_packed(root, size), channels)
     if (root / "data_batch_1.bin").exists() or (root / "cifar-10-batches-bin").is_dir():

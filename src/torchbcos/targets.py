@@ -64,7 +64,9 @@ def resolve_targets(targets: Targets, logits: Tensor, names: Sequence[str] | Non
 def _class_index(target: Any, count: int, names: Sequence[str] | None) -> int:
     if isinstance(target, str):
         if names is None or target not in names:
-            known = "this model has no class names" if names is None else ", ".join(names[:20])
+            known = "this model has no class names"
+            if names is not None:
+                known = ", ".join(names[:20]) + ", …" * (len(names) > 20)
             raise ValueError(f"`targets` (={target!r}) must be a class of the model: {known}.")
         return list(names).index(target)
     try:

@@ -195,8 +195,8 @@ class Neurons:
     def __repr__(self) -> str:
         units = sum(layer.units for layer in self.layers.values())
         return (
-            f"Neurons of {self.path}: {units} units of {len(self.layers)} layers, the {self.top} "
-            f"best of {self.count} images each"
+            f"Neurons of {self.path}: {units} units, {len(self.layers)} "
+            f"layer{'s'[: len(self.layers) != 1]}, the {self.top} best of {self.count} images each"
         )
 
 

@@ -201,6 +201,10 @@ def _post_hoc(found: Results, shown: set[str]) -> str:
     parts = ["## Ours against post-hoc methods"]
     if "cifar10-methods.png" in shown:
         parts.append("![Localisation of every method](pictures/cifar10-methods.png)")
+        parts.append(
+            "Boxes are as above, the dashed line is chance; a star marks methods that were scored "
+            "on fewer grids than others. The table has means."
+        )
     if rows:
         parts.append(table(["method", "B-cos, B = 2", "conventional", "grids"], rows))
     if bcos and bcos.ours is not None and len(bcos.methods) > 1:
@@ -290,8 +294,10 @@ def _method_boxes(found: Results) -> Figure | None:
         r = found.get(name)
         if r is not None and len(r.methods) > 1:
             title = f"{title}, {r.accuracy:.1f} % accurate"
-            panels[title] = {m["label"]: np.array(m["percentiles"]) for m in r.methods.values()}
-            means[title] = {m["label"]: m["mean"] for m in r.methods.values()}
+            most = max(m["grids"] for m in r.methods.values())
+            drawn = {m["label"] + "*" * (m["grids"] < most): m for m in r.methods.values()}
+            panels[title] = {label: np.array(m["percentiles"]) for label, m in drawn.items()}
+            means[title] = {label: m["mean"] for label, m in drawn.items()}
     return score_boxes(panels, means=means, chance=1 / 9) if panels else None
 
 
