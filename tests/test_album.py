@@ -88,7 +88,7 @@ def test_a_number_is_no_place_where_classes_have_numbers_for_names(folder):
     model = make_model(("0", "1", "10", "2"))
     (result,) = album_of([photo(folder / "a.png")], model, folder, classes=("2",)).results
     assert (result.rows[0].name, result.rows[0].index) == ("2", 3)
-    with pytest.raises(ValueError, match=r"`targets` \(='3'\) must be a class of the model"):
+    with pytest.raises(ValueError, match=r"`--classes` \(='3'\) must be a class of the model"):
         album_of([photo(folder / "a.png")], model, folder, classes=("3",))
 
 

@@ -22,6 +22,7 @@ from torchbcos.explanation import Explanation
 from torchbcos.images import ImageError, find_images, read_image
 from torchbcos.models import BcosModel, refuse_conventional
 from torchbcos.page import Panel, Section, build_page, png
+from torchbcos.targets import class_index
 
 __all__ = ["Album", "Request", "Result", "Row", "make_album"]
 
@@ -120,7 +121,7 @@ def make_album(
     return album
 
 
-def _check_request(request: Request, model: BcosModel) -> list[int | str] | None:
+def _check_request(request: Request, model: BcosModel) -> list[int] | None:
     """The classes asked for, as `explain` takes them; None for the most likely ones."""
     refuse_conventional(model, "W(x) of it does not sum up to its output", called="`--model`")
     count = model.num_classes or 1
@@ -145,10 +146,10 @@ def _check_request(request: Request, model: BcosModel) -> list[int | str] | None
         raise ValueError(f"`--top` (={top}) must be at most {count}, the model's classes.")
     if not request.classes:
         return None
-    known = model.classes or ()
-    if any(name.isdecimal() for name in known):
-        return list(request.classes)  # a number that is no name is no class's place either
-    return [int(c) if c.isdecimal() else c for c in request.classes]
+    wanted: list[int | str] = list(request.classes)
+    if not any(name.isdecimal() for name in model.classes or ()):  # else no number is a place
+        wanted = [int(c) if c.isdecimal() else c for c in request.classes]
+    return [class_index(c, count, model.classes, called="`--classes`") for c in wanted]
 
 
 def _found(paths: Sequence[str], out: Path, refused: list[str]) -> list[Path]:
@@ -175,7 +176,7 @@ def _readable(
 
 
 def _explain(
-    model: BcosModel, images: Tensor, targets: list[int | str] | None, request: Request
+    model: BcosModel, images: Tensor, targets: list[int] | None, request: Request
 ) -> Explanation:
     device = next(model.parameters()).device
     on_device = images.to(device)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Targets", "check_indices", "resolve_targets", "targets_of_chunk"]
+__all__ = ["Targets", "check_indices", "class_index", "resolve_targets", "targets_of_chunk"]
 
 #: One class for all images, several, one or several for each, or "all".
 Targets = int | str | Sequence[int | str] | Sequence[Sequence[int]] | Tensor | np.ndarray | None
@@ -57,32 +57,35 @@ def resolve_targets(targets: Targets, logits: Tensor, names: Sequence[str] | Non
         listed = list(targets)
     if not listed:
         raise ValueError("`targets` (=[]) must hold at least one class; leave it out for the top.")
-    found = [_class_index(t, k, names) for t in listed]
+    found = [class_index(t, k, names) for t in listed]
     return torch.tensor(found, device=logits.device).expand(n, -1)
 
 
-def _class_index(target: Any, count: int, names: Sequence[str] | None) -> int:
+def class_index(
+    target: Any, count: int, names: Sequence[str] | None, called: str = "`targets`"
+) -> int:
+    """The index of a class that is given by its name or index."""
     if isinstance(target, str):
         if names is None or target not in names:
             known = "this model has no class names"
             if names is not None:
                 known = ", ".join(names[:20]) + ", …" * (len(names) > 20)
-            raise ValueError(f"`targets` (={target!r}) must be a class of the model: {known}.")
+            raise ValueError(f"{called} (={target!r}) must be a class of the model: {known}.")
         return list(names).index(target)
     try:
         if isinstance(target, bool):
             raise TypeError("no class")
         value = operator.index(target)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"`targets` (={target!r}) must be a class index or name.") from error
-    _check_class(value, count)
+        raise TypeError(f"{called} (={target!r}) must be a class index or name.") from error
+    _check_class(value, count, called)
     return value
 
 
 def check_indices(least: int, most: int, shape: tuple[int, ...], count: int) -> None:
     """Of a tensor of this shape, whose values lie between `least` and `most`."""
     for value in (least, most):
-        _check_class(value, count)
+        _check_class(value, count, "`targets`")
     if len(shape) == 2 and shape[1] == count > 2 and most <= 1:
         raise ValueError(
             f"`targets` (shape {shape}, of 0 and 1) must be class indices, and look one-hot: use "
@@ -90,6 +93,6 @@ def check_indices(least: int, most: int, shape: tuple[int, ...], count: int) -> 
         )
 
 
-def _check_class(value: int, count: int) -> None:
+def _check_class(value: int, count: int, called: str) -> None:
     if not 0 <= value < count:
-        raise ValueError(f"`targets` (={value}) must be from 0 to {count - 1}: {count} classes.")
+        raise ValueError(f"{called} (={value}) must be from 0 to {count - 1}: {count} classes.")
