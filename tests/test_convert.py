@@ -610,6 +610,16 @@ LINEAR = {
     "reshape as": lambda net, x: net.conv(x).flatten(1).reshape_as(x),
     "flip and roll": lambda net, x: x.flip(3).roll(2, dims=2),
     "narrow and select": lambda net, x: x.narrow(2, 1, 4) + x.select(3, 0).unsqueeze(3)[:, :, :4],
+    "selected in another order": lambda net, x: x.index_select(1, net.order),
+    "each twice": lambda net, x: x.repeat_interleave(2, dim=2),
+    "tiled": lambda net, x: torch.tile(x, (1, 1, 2, 1)),
+    "turned": lambda net, x: torch.rot90(x, 1, dims=(2, 3)),
+    "zeros beside it": lambda net, x: torch.cat([x[:, 5:], torch.zeros_like(x[:, :5])], 1),
+    "new zeros beside it": lambda net, x: torch.cat(
+        [x.new_zeros(len_of(x), 1, SIZE, SIZE), x[:, 1:]], 1
+    ),
+    "shifted into zeros": lambda net, x: shifted(x),
+    "masked with zeros": lambda net, x: x.masked_fill(net.matrix > 0.5, 0.0),
     "padding": lambda net, x: F.pad(x, (1, 2, 0, 1)),
     "reflecting padding": lambda net, x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
     "interpolation": lambda net, x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
@@ -629,6 +639,12 @@ def len_of(x):
     return batch
 
 
+def shifted(x):
+    out = torch.zeros_like(x)
+    out[:, 1:] = x[:, :-1]
+    return out
+
+
 def halves(x):
     first, second = x.chunk(2, 1)
     return first, second
@@ -643,6 +659,7 @@ def linear_parts():
         "conv": conv1x1(),
         "gain": nn.Parameter(random(1, WIDTH, 1, 1)),
         "matrix": nn.Parameter(random(SIZE, SIZE)),
+        "order": torch.tensor([3, 1, 0, 2, 7, 7, 5, 4]),
         "filter": random(WIDTH, 1, 3, 3),
     }
 

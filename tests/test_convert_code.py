@@ -497,6 +497,12 @@ MIXED = {
     "images flipped": (lambda net, x: x.flip(0), "`flip` at flip"),
     "images counted up": (lambda net, x: x.cumsum(dim=-4), "`cumsum` at cumsum"),
     "images in two halves": (lambda net, x: torch.cat(x.chunk(2)[::-1]), "`chunk` at chunk"),
+    "images selected": (
+        lambda net, x: x.index_select(0, torch.arange(x.shape[0]).flip(0)),
+        "`indexselect` at indexselect",
+    ),
+    "images turned into rows": (lambda net, x: torch.rot90(x, 1, (0, 2)), "`rot90` at rot90"),
+    "masked with ones": (lambda net, x: x.masked_fill(x[0] > 9, 1.0), "at"),
     "one image selected": (lambda net, x: x + x.select(0, 1), "`select` at select"),
     "one image": (lambda net, x: x + x[0], "`getitem` at getitem"),
     "some images": (lambda net, x: x + x[:1], "`getitem` at getitem"),

@@ -26,6 +26,7 @@ __all__ = [
     "scaled_sum",
     "selection",
     "sum_of_two",
+    "with_zeros",
 ]
 
 
@@ -112,11 +113,18 @@ def assignment(r: Rewriter, node: fx.Node, _: Any) -> Value:
     return r.keep(node)
 
 
+def with_zeros(r: Rewriter, node: fx.Node, _: Any) -> Value:
+    """masked_fill, which is linear where zeros are filled in at fixed places."""
+    is_zero = node.args[2:] == (0,) and not node.kwargs
+    fixed = is_zero and r.value(node.args[1]).kind is Kind.CONSTANT
+    return r.keep(node) if fixed else r.as_factor(node)
+
+
 def along_dimensions(r: Rewriter, node: fx.Node, _: Any) -> Value:
     """Means, rolls, pieces and the like: linear, but images must not mix."""
     name = name_of(node)
     x = node.args[0]
-    at = 2 if name in ("roll", "chunk", "split", "tensorsplit") else 1
+    at = 2 if name in _DIMENSION_LAST else 1
     named = [node.kwargs[n] for n in ("dim", "dims", "axis") if n in node.kwargs]
     given: Any = node.args[at] if len(node.args) > at else named[0] if named else None
     if name == "flip" and isinstance(given, int):
@@ -126,9 +134,12 @@ def along_dimensions(r: Rewriter, node: fx.Node, _: Any) -> Value:
     dims = [given] if isinstance(given, int) else given
     if dims is None or (not isinstance(dims, fx.Node) and r.are_images(x, dims)):
         return r.as_factor(node)
-    if r.value(x).raw and not isinstance(dims, fx.Node) and name not in ("roll", "flip"):
+    if r.value(x).raw and not isinstance(dims, fx.Node) and name not in ("roll", "flip", "rot90"):
         _refuse_colours(r, node, dims)
     return r.keep(node)
+
+
+_DIMENSION_LAST = frozenset("roll rot90 chunk split tensorsplit repeatinterleave".split())
 
 
 def _refuse_colours(r: Rewriter, node: fx.Node, dims: Iterable[Any]) -> None:

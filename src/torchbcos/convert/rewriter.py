@@ -287,8 +287,8 @@ class Rewriter:
 _RESHAPES = frozenset("view reshape flatten unflatten".split())
 _PAIRS = "add sub rsub mul multiply div divide matmul maximum minimum"
 _OF_ONE = (
-    "mean sum cumsum roll flip chunk unbind narrow select tensorsplit abs absolute max min amax "
-    "amin clamp clip clampmin clampmax"
+    "mean sum cumsum roll flip rot90 chunk unbind narrow select indexselect repeatinterleave "
+    "tensorsplit abs absolute max min amax amin clamp clip clampmin clampmax"
 )
 #: For calls by keyword, the order of the arguments that the rules read.
 _ORDER: dict[str, tuple[str, ...]] = {
@@ -297,6 +297,7 @@ _ORDER: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(["bmm", "mm"], ("input", "mat2")),
     **dict.fromkeys(["cat", "concat", "concatenate", "stack"], ("tensors", "dim")),
     "addcmul": ("input", "tensor1", "tensor2"),
+    "maskedfill": ("input", "mask", "value"),
     "split": ("tensor",),
     "scaleddotproductattention": ("query", "key", "value"),
 }

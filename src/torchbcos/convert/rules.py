@@ -23,6 +23,7 @@ from torchbcos.convert.combinations import (
     scaled_sum,
     selection,
     sum_of_two,
+    with_zeros,
 )
 from torchbcos.convert.pools import adaptive_max_pool, average_pool, max_pool
 from torchbcos.convert.products import (
@@ -67,7 +68,7 @@ DROPOUTS = frozenset(
 )
 LINEAR = frozenset(
     "neg cat concat stack flatten unflatten view reshape permute transpose t squeeze "
-    "unsqueeze contiguous expand repeat clone float half double movedim swapaxes swapdims "
+    "unsqueeze contiguous expand repeat tile clone float half double movedim swapaxes swapdims "
     "identity patchmergingpad".split()
 )
 OVER_PLACES = frozenset(  # linear, but of several places at once
@@ -78,7 +79,10 @@ OVER_PLACES = frozenset(  # linear, but of several places at once
     "replicationpad1d replicationpad2d replicationpad3d circularpad1d circularpad2d "
     "circularpad3d".split()
 )
-ALONG = frozenset("mean sum cumsum roll flip chunk split tensorsplit unbind narrow select".split())
+ALONG = frozenset(
+    "mean sum cumsum roll flip rot90 chunk split tensorsplit unbind narrow select indexselect "
+    "repeatinterleave".split()
+)
 NORMS = (
     nn.modules.batchnorm._NormBase,
     nn.LayerNorm,
@@ -88,6 +92,7 @@ NORMS = (
 )
 NORM_NAMES = frozenset("frozenbatchnorm2d layernorm2d groupnorm1".split())
 SIZES = frozenset("size dim numel ndimension".split())
+FROM_SIZES = frozenset("zeroslike oneslike newzeros newones".split())
 FUNCTIONAL_NORMS = frozenset(
     "batchnorm layernorm groupnorm instancenorm localresponsenorm rmsnorm".split()
 )
@@ -323,7 +328,7 @@ _NAMED: dict[str, Rule] = _table(
     (LINEAR, _keep),
     (OVER_PLACES, _keep_over_places),
     (["to"], _to),
-    (SIZES, _size),
+    (SIZES | FROM_SIZES, _size),
     (["getattr"], _attribute),
     (["expandas", "reshapeas", "viewas", "typeas"], _like_another),
     (["cat", "concat", "concatenate", "stack"], joined),
@@ -344,6 +349,7 @@ _NAMED: dict[str, Rule] = _table(
     (ALONG, along_dimensions),
     (["normalize"], unit_length),
     (["assigned"], assignment),
+    (["maskedfill"], with_zeros),
     (["inceptionoutputs", "googlenetoutputs"], _named_tuple),
 )
 
