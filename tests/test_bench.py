@@ -75,6 +75,17 @@ def test_every_task_is_measured(way, task):
     assert "cifar9" in found.words()
 
 
+def test_on_a_cpu_cases_take_turns(monkeypatch):
+    ran = []
+    monkeypatch.setattr(bench, "_step", lambda case, *_: lambda: ran.append(case.way))
+    monkeypatch.setattr(bench, "_count", lambda *_: 2)
+    ways = ["conventional", "floor", "ours"]
+    found = list(bench.bench([Case(w, "inference") for w in ways], "cpu", torch.float32))
+    assert [m.case.way for m in found] == ways
+    warm = [w for w in ways for _ in range(3)]
+    assert ran == warm + [w for w in ways for _ in range(2)] * bench.GROUPS
+
+
 def test_a_missing_peer_is_left_out(monkeypatch):
     def missing(_):
         raise ImportError("bcos")

@@ -9,7 +9,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
@@ -33,6 +33,7 @@ from torchbcos.explain import explain
 __all__ = ["BenchError", "Results", "bench", "check_kernels", "evidence"]
 
 PROFILED = 3  # steps whose kernels are timed
+GROUPS = 5  # of steps, of whose mean times the median counts
 
 
 class BenchError(RuntimeError):
@@ -46,37 +47,38 @@ def bench(
     seconds: float = 0.5,
     missing: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Measurement]:
-    """Measure one case after the other; the kernels are checked before the first.
+    """Time and memory of each case; the kernels are checked before.
 
     A case whose package is not installed is left out, and `missing` is told that package.
-    On a GPU each comes a second time, with the device's own time. That needs torch's profiler,
-    which slows down all later launches of the process it ran in: after it, no clock runs.
+    On a CPU, whose speed drifts, cases take turns, so that all come at the end. On a GPU they are
+    measured one after the other, which tells their memory, and each comes a second time, with the
+    device's own time. That needs torch's profiler, which slows down all later launches of the
+    process it ran in: after it, no clock runs.
     """
     device = torch.device(device)
     check_kernels(device, compiled=any(case.mode == "compiled" for case in cases))
+    if device.type != "cuda":
+        yield from _in_turns(dict(_steps(cases, device, dtype, missing)), seconds)
+        return
     timed: dict[Case, Measurement] = {}
     with cuda_settings(benchmark=True):
-        for found in _each(
-            cases, device, dtype, lambda case, step: _measure(case, step, device, seconds), missing
-        ):
-            timed[found.case] = found
+        for case, step in _steps(cases, device, dtype, missing):
+            timed[case] = _measure(case, step, seconds)
+            del step  # before the next one is made
+            yield timed[case]
+        for case, step in _steps(timed, device, dtype, missing):
+            found = replace(timed[case], busy_milliseconds=round(_busy(step), 3))
+            del step
             yield found
-        if device.type == "cuda":
-            yield from _each(
-                list(timed),
-                device,
-                dtype,
-                lambda case, step: replace(timed[case], busy_milliseconds=round(_busy(step), 3)),
-            )
 
 
-def _each(
-    cases: list[Case],
+def _steps(
+    cases: Iterable[Case],
     device: torch.device,
     dtype: torch.dtype,
-    measure: Callable[[Case, Callable[[], Any]], Measurement],
-    missing: Callable[[str], None] = lambda _: None,
-) -> Iterator[Measurement]:
+    missing: Callable[[str], None],
+) -> Iterator[tuple[Case, Callable[[], Any]]]:
+    """One step of each case, warmed up."""
     for case in cases:
         try:
             step = _step(case, device, dtype)
@@ -85,7 +87,7 @@ def _each(
             continue
         for _ in range(3):
             step()
-        yield measure(case, step)
+        yield case, step
         del step
         torch.compiler.reset()
         if device.type == "cuda":
@@ -209,34 +211,43 @@ def _peer_explanation(model: nn.Module, images: Tensor) -> Callable[[], Any]:
 # The clock.
 
 
-def _measure(
-    case: Case, step: Callable[[], Any], device: torch.device, seconds: float
-) -> Measurement:
-    cuda = device.type == "cuda"
+def _in_turns(steps: dict[Case, Callable[[], Any]], seconds: float) -> Iterator[Measurement]:
+    counts = {case: max(1, _count(step, seconds)) for case, step in steps.items()}
+    times: dict[Case, list[float]] = {case: [] for case in steps}
+    for _ in range(GROUPS):
+        for case, step in steps.items():
+            times[case].append(_timed(step, counts[case]))
+    for case in steps:
+        yield _measurement(case, times[case], None)
 
-    def timed(count: int) -> float:
-        started = time.perf_counter()
-        for _ in range(count):
-            step()
-        if cuda:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - started) / count * 1000
 
-    if cuda:
+def _measure(case: Case, step: Callable[[], Any], seconds: float) -> Measurement:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    count = max(20, _count(step, seconds))  # a group waits for the device, which its steps share
+    times = [_timed(step, count) for _ in range(GROUPS)]
+    return _measurement(case, times, round(_peak_bytes(case) / 2**20, 1))
+
+
+def _timed(step: Callable[[], Any], count: int) -> float:
+    """Milliseconds of one step, of so many."""
+    started = time.perf_counter()
+    for _ in range(count):
+        step()
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    groups = 5
-    fewest = 20 if cuda else 1  # a group ends with waiting for the device, which its steps share
-    count = max(fewest, round(seconds * 1000 / groups / max(timed(2), 1e-3)))
-    times = [timed(count) for _ in range(groups)]
+    return (time.perf_counter() - started) / count * 1000
+
+
+def _count(step: Callable[[], Any], seconds: float) -> int:
+    """How many steps a group has, for groups of so many seconds together."""
+    return round(seconds * 1000 / GROUPS / max(_timed(step, 2), 1e-3))
+
+
+def _measurement(case: Case, times: list[float], peak_mib: float | None) -> Measurement:
     median = statistics.median(times)
-    return Measurement(
-        case,
-        round(median, 3),
-        round((max(times) - min(times)) / median, 3),
-        None,
-        round(_peak_bytes(case) / 2**20, 1) if cuda else None,
-    )
+    spread = (max(times) - min(times)) / median
+    return Measurement(case, round(median, 3), round(spread, 3), None, peak_mib)
 
 
 def _peak_bytes(case: Case) -> int:

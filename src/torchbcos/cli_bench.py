@@ -42,6 +42,8 @@ def bench(
     cases = bench_cases.select(bench_cases.suite(device.split(":")[0]), only)
     missing: set[str] = set()
     measured = 0
+    if not device.startswith("cuda"):
+        output.print(f"Cases: {len(cases)}, which take turns; their times come at the end.")
     try:
         for found in benchmark.bench(cases, device, dtype, seconds, missing.add):
             measured += 1
