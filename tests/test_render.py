@@ -318,6 +318,13 @@ def test_any_name_of_a_class_is_drawn_as_it_is_or_cut(name, tmp_path):
     assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
 
 
+def test_a_name_of_bytes_that_are_no_text_is_drawn_with_their_numbers(tmp_path):
+    e = explanation(np.ones((1, 1, 6, 4, 4)), np.ones((1, 1, 4, 4)), classes=("caf\udce9",))
+    figure = render.figure(torch.rand(1, 3, 4, 4), e)
+    assert figure.axes[1].get_title() == "caf\\udce9  0.00"
+    figure.savefig(tmp_path / "figure.png")
+
+
 def test_names_that_do_not_suffice_are_refused():
     e = explanation(np.ones((1, 2, 6, 4, 4)), np.ones((1, 2, 4, 4)))
     with pytest.raises(ValueError, match=r"`names` \(=1\) must name every class"):

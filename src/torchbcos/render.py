@@ -191,7 +191,8 @@ def figure(
         axes[row, 0].imshow(photo(images[row]))
         axes[row, 0].set_title("input", fontsize=9)
         for t in range(k):
-            name = shortened(target_name(e, row, t, names), TITLE)
+            name = target_name(e, row, t, names).encode("utf-8", "backslashreplace").decode()
+            name = shortened(name, TITLE)  # a folder's name may be no text
             title = f"{name}  {e.outputs[row, t].item():.2f}"
             column = 1 + t * (2 if maps else 1)
             axes[row, column].imshow(pictures[row, t])
