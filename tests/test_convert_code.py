@@ -502,7 +502,10 @@ MIXED = {
         "`indexselect` at indexselect",
     ),
     "images turned into rows": (lambda net, x: torch.rot90(x, 1, (0, 2)), "`rot90` at rot90"),
-    "masked with ones": (lambda net, x: x.masked_fill(x[0] > 9, 1.0), "at"),
+    "masked with ones": (
+        lambda net, x: x.masked_fill(net.position > 0, 1.0),
+        "`maskedfill` at maskedfill",
+    ),
     "one image selected": (lambda net, x: x + x.select(0, 1), "`select` at select"),
     "one image": (lambda net, x: x + x[0], "`getitem` at getitem"),
     "some images": (lambda net, x: x + x[:1], "`getitem` at getitem"),

@@ -426,8 +426,10 @@ def test_a_file_that_is_no_image_does_not_stop_the_explanation(page, tmp_path):
     until(page, lambda: waiting)
     page.set_input_files("#file", tmp_path / "notes.txt")
     page.wait_for_selector("#message:has-text('notes.txt is no image')")
+    assert page.text_content("#sum") == "…"
     waiting[0].continue_()
     page.wait_for_function("document.getElementById('sum').textContent.includes('logit')")
+    assert page.troubles == []
 
 
 def test_units_of_another_image_or_place_are_not_shown(page, explorer):
@@ -464,7 +466,8 @@ def test_a_complaint_goes_when_what_was_asked_next_succeeds(page):
     page.wait_for_function("document.getElementById('sum').textContent === ''")
     page.unroute("**/classes/**")
     page.locator("#predictions button").nth(2).click()
-    ready(page)
+    ready(page)  # which the complaint would prevent
+    assert page.troubles == []
 
 
 def test_pixels_units_and_classes_by_keyboard(page, explorer):
