@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import torchbcos as tb
 from torchbcos import baseline, cli, cli_localise, localise_page, localise_run, plots, posthoc
 from torchbcos.data import Images, Split
+from torchbcos.explain import logits_of
 from torchbcos.localise import compose, score_cells
 from torchbcos.localise_run import Game, play
 from trained import CLASSES, make_vit, some_shapes
@@ -45,6 +46,21 @@ def test_large_grids_are_looked_at_few_at_a_time(side, n, together):
     images = Images(torch.zeros(9, 3, side, side, dtype=torch.uint8), torch.arange(9))
     found = localise_run._grids_at_once(Game(n=n), images, torch.device("cpu"))
     assert found == together
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_the_plan_does_not_depend_on_free_memory(trained, images, monkeypatch, count):
+    """Logits of other batches are rounded otherwise."""
+    seen = []
+
+    def noted(model, x):
+        seen.append(len(x))
+        return logits_of(model, x)
+
+    monkeypatch.setattr(localise_run, "_grids_at_once", lambda *_: count)
+    monkeypatch.setattr(localise_run, "logits_of", noted)
+    play(trained[2.5], images, ["ixg"], GAME)
+    assert seen == [1, 1, 64, 56]  # a cell and a grid, then all images
 
 
 def test_scores_are_those_of_maps_made_one_by_one(trained, images, monkeypatch):
@@ -212,7 +228,7 @@ def test_slow_methods_say_how_long_they_will_take(trained, images, monkeypatch):
         "slow",
         posthoc.Method("slow", lambda m, x, t: torch.ones(1, 4, 64, 64), "Slow", perturbs=True),
     )
-    play(trained[2.5], images, ["slow"], game, console=console)
+    play(trained[2.5], images, ["slow"], game, batch=8, console=console)
     text = console.export_text()
     assert "Predictions: about 3 min left for 120 images" in text
     assert "Slow: about 2 min left for 3 grids" in text

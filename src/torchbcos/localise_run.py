@@ -125,7 +125,8 @@ def play(
             )
         device = images.batch(torch.tensor([0]))[0].device
         together = _grids_at_once(game, images, device) if batch is None else batch
-        logits = _predict(unwrapped(model), images, together * game.n**2, console)
+        most = None if batch is None else batch * game.n**2
+        logits = _predict(unwrapped(model), images, most, console)
         plan = plan_grids(
             logits, images.labels, grids=game.grids, n=game.n, preset=game.preset, seed=game.seed
         )
@@ -332,8 +333,12 @@ def _check_fits(model: nn.Module, images: ImageSet, game: Game) -> int:
 
 
 @torch.no_grad()
-def _predict(model: nn.Module, images: ImageSet, batch: int, console: Console) -> Tensor:
-    batch = min(batch, at_once(images.size, images.batch(torch.tensor([0]))[0].device))
+def _predict(model: nn.Module, images: ImageSet, most: int | None, console: Console) -> Tensor:
+    """In batches that do not depend on what memory is free: others round otherwise, and images that
+    are nearly as confident would change places in the plan.
+    """
+    batch = at_once(images.size, images.batch(torch.tensor([0]))[0].device)
+    batch = min(batch, most or batch)
     logits: list[Tensor] = []
     with _progress(console) as progress:
         task = progress.add_task("Predictions", total=len(images))
