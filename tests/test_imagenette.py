@@ -299,7 +299,7 @@ def test_the_page_says_what_the_files_say(tmp_path, finished):
     first = json.loads(finished.units_result.read_text())["layers"]["12"]["most_active"]
     assert rows(page, "`12`: 48 units of 2×2 positions").keys() >= first.keys()
     assert accuracy["resnet34-conventional"] == ["91.00, 91.50", "–"]  # the second table
-    assert "by: ResNet-34 from -1.40 to -0.90." in page
+    assert "by: ResNet-34 from -1.40 to -0.90, on average -1.15." in page
     tries = rows(page, "How the recipes were found")
     assert tries["higher-rate"][:3] == ["resnet34-norm", "lr=0.002", "89.12"]
 

@@ -76,11 +76,14 @@ def _repeated(found: Results, repeats: Sequence[Result]) -> list[str]:
             pairs = product(runs[better[0].experiment.name], base)
             apart = sorted(r.accuracy - other.accuracy for r, other in pairs)
             if len(apart) > 1:
-                bounds.append(f"{title} from {apart[0]:+.2f} to {apart[-1]:+.2f}")
+                mean = sum(apart) / len(apart)
+                bounds.append(
+                    f"{title} from {apart[0]:+.2f} to {apart[-1]:+.2f}, on average {mean:+.2f}"
+                )
     if bounds:
         parts.append(
             "Between all such runs, the better B-cos network differs from the conventional one by: "
-            f"{', '.join(bounds)}."
+            f"{'; '.join(bounds)}."
         )
     return parts
 
