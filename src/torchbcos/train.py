@@ -148,7 +148,8 @@ class _Run:
         self.stepper = fabric.setup_optimizers(optimiser)
         averaged = [p.detach().clone() for p in model.parameters()] if config.ema else []
         loss, correct = (torch.zeros((), device=fabric.device) for _ in range(2))
-        self.state = TrainingState(model, optimiser, averaged, loss, correct)
+        scaler = getattr(fabric.strategy.precision, "scaler", None)
+        self.state = TrainingState(model, optimiser, averaged, loss, correct, scaler)
         self.watch = Watch(model, fabric.device, config.precision)
         if fabric.device.type == "cuda" and config.precision != "16-mixed":
             optimiser.found_inf = self.watch.found  # type: ignore[attr-defined]

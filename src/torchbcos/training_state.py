@@ -88,6 +88,7 @@ class TrainingState:
     averaged: list[Tensor]  # the averaged weights, if there are any
     loss: Tensor  # sums over the epoch, on the device
     correct: Tensor
+    scaler: torch.amp.GradScaler | None = None  # of 16-mixed
     metrics: dict[str, float] = field(default_factory=dict)  # of the last epoch
     step: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -109,6 +110,7 @@ class TrainingState:
             "scales": {name: layer.scale for name, layer in self.model.bcos_layers()},
             "temperature": self.model.temperature,
             "scaling": self.model.scaling,
+            "scaler": self.scaler.state_dict() if self.scaler else {},
         }
         tensors = {n: whole(t.detach()).cpu().contiguous() for n, t in self._tensors().items()}
         if write:
@@ -141,6 +143,8 @@ class TrainingState:
         for name, layer in self.model.bcos_layers():
             layer.scale = about["scales"][name]
         self.model.temperature, self.model.scaling = about["temperature"], about["scaling"]
+        if self.scaler and about.get("scaler"):
+            self.scaler.load_state_dict(about["scaler"])
         self.step, self.metrics = about["step"], about["metrics"]
         self.started = time.monotonic() - about["seconds"]
 
