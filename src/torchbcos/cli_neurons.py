@@ -48,7 +48,7 @@ def neurons(
     devices: Annotated[
         int | None, typer.Option(help="Processes on each machine; else 1, or torchrun's.", min=1)
     ] = None,
-    machines: Annotated[
+    nodes: Annotated[
         int | None, typer.Option(help="Machines that share the work; else 1, or torchrun's.", min=1)
     ] = None,
 ) -> None:
@@ -61,7 +61,7 @@ def neurons(
     if not data:
         raise ValueError("`--data` is needed: name the images, as in --data shapes.")
     check_file(out)
-    fabric = _fabric(device, devices, machines)
+    fabric = _fabric(device, devices, nodes)
     where = device if fabric is None else str(fabric.device)
     name = model or default_name()
     network, opened, images = _open(name, data, split, where)
@@ -160,13 +160,13 @@ def _open(name: str, data: str, split: str, device: str) -> tuple[BcosModel, Spl
     return network, opened, images.to(device)
 
 
-def _fabric(device: str, devices: int | None, machines: int | None) -> Any:
+def _fabric(device: str, devices: int | None, nodes: int | None) -> Any:
     """A launched Fabric, or None where one process does it all."""
     from torchbcos.processes import make_fabric
 
-    if (devices or 1) * (machines or 1) == 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+    if (devices or 1) * (nodes or 1) == 1 and "LOCAL_WORLD_SIZE" not in os.environ:
         return None
-    fabric = make_fabric(devices=devices, nodes=machines, accelerator=device.split(":")[0])
+    fabric = make_fabric(devices=devices, nodes=nodes, accelerator=device.split(":")[0])
     fabric.launch()
     return fabric
 
