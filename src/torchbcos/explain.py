@@ -84,6 +84,7 @@ def explain(
         targets = list(targets)  # for every chunk
     if isinstance(targets, Tensor):
         targets = targets.cpu()  # now, so that the chunks need not wait for the device
+    room = None if create_graph else _Room(len(images))
     parts = [
         _explain_chunk(
             model,
@@ -91,7 +92,7 @@ def explain(
             targets_of_chunk(targets, i, chunk, len(images)),
             layer,
             units,
-            create_graph,
+            room,
         )
         for i, part in enumerate(images.split(chunk))
     ]
@@ -101,8 +102,29 @@ def explain(
         field.name: torch.cat([getattr(part, field.name) for part in parts])
         for field in fields(Explanation)
         if isinstance(getattr(parts[0], field.name), Tensor)
+        and not (field.name == "weights" and room is not None)
     }
+    if room is not None:
+        joined["weights"] = room.rows
     return replace(parts[0], **joined)  # type: ignore[arg-type]
+
+
+class _Room:
+    """For the rows of all images: chunk after chunk is put there, as joining them takes room for
+    as many again.
+    """
+
+    rows: Tensor  # [N, K, C, H, W]
+
+    def __init__(self, count: int) -> None:
+        self.count, self.filled = count, 0
+
+    def of_chunk(self, x: Tensor, targets: int) -> Tensor:
+        if not self.filled:
+            self.rows = x.new_empty(self.count, targets, *x.shape[1:])
+        start = self.filled
+        self.filled += len(x)
+        return self.rows[start : self.filled]
 
 
 def _chunk_of(chunk: int | None, model: nn.Module, images: Tensor) -> int:
@@ -173,9 +195,11 @@ def _explain_chunk(
     targets: Targets,
     layer: str | None,
     units: Sequence[Unit | None],
-    create_graph: bool,
+    room: _Room | None,
 ) -> Explanation:
+    """Without `room` it is differentiable."""
     network = _network_of(model)
+    create_graph = room is None
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -206,7 +230,8 @@ def _explain_chunk(
                 "`model` adds an offset, as the bias of a norm is, where images are not the first "
                 "dimension, so that they cannot be told apart: let images come first there."
             )
-        rows, bias = rows_and_bias(values, x, offsets, create_graph)
+        place = None if room is None else room.of_chunk(x.detach(), values.shape[1])
+        rows, bias = rows_and_bias(values, x, offsets, place, create_graph)
         outputs = values.detach()
         if create_graph:  # from the pass that the images' derivatives know
             outputs = (
@@ -215,7 +240,8 @@ def _explain_chunk(
                 else _pick_units(full, axis, units, layer)[0]
             )
         wide = torch.promote_types(x.dtype, torch.float32)
-        contributions = (rows.to(wide) * given.to(wide)[:, None]).sum(2)
+        pixels = given.to(wide)
+        contributions = torch.stack([(row.to(wide) * pixels).sum(1) for row in rows.unbind(1)], 1)
         residual = outputs.to(wide) - (contributions.sum((2, 3)) + bias)
     return Explanation(
         outputs=outputs,
@@ -232,27 +258,33 @@ def _explain_chunk(
 
 
 def rows_and_bias(
-    values: Tensor, x: Tensor, offsets: Sequence[Tensor], create_graph: bool = False
+    values: Tensor,
+    x: Tensor,
+    offsets: Sequence[Tensor],
+    place: Tensor | None = None,
+    create_graph: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rows of W(x), [N, K, C, H, W], and the offsets' share of each value, [N, K].
+    """Rows of W(x), [N, K, C, H, W], in `place` if given, and the offsets' share of each value,
+    [N, K].
 
     Images do not mix, so one backward pass gives a row for each image of the batch.
     """
     rows, biases = [], []
     wide = torch.promote_types(x.dtype, torch.float32)
-    for column in values.unbind(1):
+    for k, column in enumerate(values.unbind(1)):
         # fmt: off
         grads = torch.autograd.grad(column.sum(), [x, *offsets], retain_graph=True,
                                     create_graph=create_graph, allow_unused=True)
         # fmt: on
-        rows.append(torch.zeros_like(x) if grads[0] is None else grads[0])
+        row = torch.zeros_like(x) if grads[0] is None else grads[0]
+        rows.append(row if place is None else place[:, k].copy_(row))
         bias = torch.zeros(x.shape[0], dtype=wide, device=x.device)
         for grad, offset in zip(grads[1:], offsets, strict=True):
             if grad is not None:
                 own = offset if create_graph else offset.detach()
                 bias = bias + (grad.to(wide) * own.to(wide)).reshape(x.shape[0], -1).sum(1)
         biases.append(bias)
-    return torch.stack(rows, 1), torch.stack(biases, 1)
+    return torch.stack(rows, 1) if place is None else place, torch.stack(biases, 1)
 
 
 def network_input(model: nn.Module, images: Tensor) -> Tensor:
