@@ -97,7 +97,9 @@ def test_colour_as_released_is_what_the_authors_program_draws():
             assert np.abs(pictures[n, k] - peer * 255).max() <= 0.51
 
 
-def test_colour_of_a_batch_is_that_of_each_of_its_maps():
+@pytest.mark.parametrize("pixels", [2**17, 80])  # all maps together, and four at a time
+def test_colour_of_a_batch_is_that_of_each_of_its_maps(monkeypatch, pixels):
+    monkeypatch.setattr(render, "_PIXELS", pixels)
     generator = np.random.default_rng(0)
     weights = generator.normal(size=(3, 2, 6, 5, 4))
     contributions = generator.normal(size=(3, 2, 5, 4))

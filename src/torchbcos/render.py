@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 PERCENTILE = 99.5
+_PIXELS = 2**17  # of all pictures that are coloured at once: what is made on the way stays small
 TITLE = 20  # letters above a panel of a figure, beside the value
 RED, BLUE = (214, 39, 40), (31, 90, 180)
 ORANGE, AZURE = (230, 120, 10), (20, 110, 200)
@@ -59,16 +60,29 @@ def colour(
             f"`e` has weights of {weights.shape[2]} channels, which are no colours: pictures need "
             "encoded grey (2) or colour (6) images; use render.contributions."
         )
+    if style == "released" and (kernel < 1 or kernel % 2 == 0):
+        raise ValueError(f"`kernel` (={kernel}) must be a positive odd number of pixels.")
+    n, k, _, height, width = weights.shape
+    pictures = np.empty((n * k, 1, height, width, 4), np.uint8)
+    weights = weights.flatten(0, 1).unsqueeze(1)
+    contribution = e.contributions.detach().cpu().flatten(0, 1).unsqueeze(1)
+    few = max(1, _PIXELS // max(1, height * width))
+    for start in range(0, n * k, few):
+        rows = slice(start, start + few)
+        pictures[rows] = _coloured(weights[rows], contribution[rows], style, percentile, kernel)
+    return pictures.reshape(n, k, height, width, 4)
+
+
+def _coloured(
+    weights: Tensor, contribution: Tensor, style: str, percentile: float, kernel: int
+) -> np.ndarray:
     weights = _relative(weights, (2, 3, 4))  # as colours and opacity are
     rgb = decode(weights).expand(-1, -1, 3, -1, -1)
     length = weights.square().sum(2).sqrt()  # [N, K, H, W]; a norm by torch takes much longer
-    contribution = e.contributions.detach().cpu()
     if style == "paper":
         alpha = length / _percentile(length, percentile)
         alpha = torch.where(contribution > 0, alpha, 0.0)
     else:
-        if kernel < 1 or kernel % 2 == 0:
-            raise ValueError(f"`kernel` (={kernel}) must be a positive odd number of pixels.")
         length = torch.where(contribution < 0, 0.0, length)
         length = smoothed(length, kernel)
         alpha = length / _percentile(length, percentile)
