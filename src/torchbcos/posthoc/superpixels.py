@@ -48,6 +48,7 @@ def lime(
             classifier_fn=None,
             labels=sorted(set(subject.targets[i].tolist())),
             top_labels=None,
+            hide_color=0,  # not used; else each superpixel's mean takes a pass over the image
             num_samples=samples,
             segmentation_fn=lambda p: quickshift(
                 p, kernel_size=kernel, max_dist=200, ratio=0.2, rng=seed
@@ -68,13 +69,13 @@ def _explainer(subject: Subject, image: Tensor, chunk: int, seed: int) -> Any:
         """As the package has it, but for one loop over segments and samples on the CPU."""
 
         def data_labels(
-            self, image_: Any, fudged: Any, segments: Any, _: Any, count: int, **__: Any
+            self, pixels: Any, hidden: Any, segments: Any, _: Any, count: int, **__: Any
         ) -> tuple[np.ndarray, np.ndarray]:
             number = len(np.unique(segments))
             data = self.random_state.randint(0, 2, count * number).reshape(count, number)
             data[0] = 1
             where = torch.from_numpy(segments).to(image.device)
-            mean = torch.from_numpy(fudged).to(image).permute(2, 0, 1)[: len(image)]
+            mean = torch.from_numpy(_means(pixels, segments)).to(image)[: len(image)]
             found = []
             for rows in torch.from_numpy(data).to(image.device).bool().split(chunk):
                 changed = torch.where(rows[:, where][:, None], image, mean)
@@ -83,3 +84,11 @@ def _explainer(subject: Subject, image: Tensor, chunk: int, seed: int) -> Any:
             return data, torch.cat(found).double().numpy()
 
     return OnDevice(random_state=seed)
+
+
+def _means(pixels: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    """[C, H, W]: each pixel of an image [H, W, C] as its superpixel is on average."""
+    which = segments.ravel()
+    counts = np.bincount(which)
+    colours = [np.bincount(which, weights=c.ravel()) / counts for c in np.moveaxis(pixels, 2, 0)]
+    return np.stack([c[segments] for c in colours])
