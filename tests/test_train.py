@@ -23,7 +23,7 @@ from torchbcos.captured import capture
 from torchbcos.checkpoint import load
 from torchbcos.evaluate import evaluate
 from torchbcos.loss import bce
-from torchbcos.optimiser import set_weight_rms
+from torchbcos.optimiser import make_optimiser, set_weight_rms
 from torchbcos.training_state import held
 
 pytestmark = pytest.mark.filterwarnings(
@@ -97,6 +97,35 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(
     ]
     for one, other in zip(*lines, strict=True):
         assert {**one, "seconds": 0} == {**other, "seconds": 0}
+
+
+def test_gradients_are_clipped_adaptively_whatever_the_loss_was_scaled_by(little_data, tmp_path):
+    options = {"optimiser": "sgd", "momentum": 0.0, "adaptive_clip": 0.02, "epochs": 1 / 3}
+    found = []
+    for scale in (1.0, 2.0**16):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        half = MixedPrecision("16-mixed", "cpu", scaler)
+        fabric = lightning.Fabric(accelerator="cpu", plugins=half)
+        settings = config(precision="16-mixed", lr=0.5, **options)
+        model = train.train(settings, tmp_path / str(scale), console=QUIET, fabric=fabric)
+        found.append(dict(model.named_parameters()))
+    new = tb.create_model("mini", classes=model.classes, width=4, max_out=1)
+    for name, start in new.named_parameters():  # not the same one, but as long
+        one, other = (weights[name].detach() for weights in found)
+        apart = (one - other).norm() / start.detach().norm()
+        assert apart < 2e-3, name
+
+
+def test_fused_optimisers_do_not_unscale_what_is_to_be_clipped():
+    model = tb.create_model("mini", num_classes=3)
+    for precision, clip, fused in (
+        ("16-mixed", 1.0, None),
+        ("16-mixed", 0.0, True),
+        ("bf16-mixed", 1.0, True),
+    ):
+        settings = config(optimiser="sgd", precision=precision, clip=clip)
+        optimiser = make_optimiser(settings, model, torch.device("cuda"))
+        assert optimiser.defaults["fused"] is fused
 
 
 def test_training_images_change_their_size_in_equal_parts_of_the_steps(

@@ -18,7 +18,9 @@ __all__ = ["clip_adaptively", "make_optimiser", "set_rate", "set_weight_rms"]
 def make_optimiser(c: TrainConfig, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     cuda = device.type == "cuda"
-    common: dict[str, Any] = {"weight_decay": c.weight_decay, "fused": True if cuda else None}
+    scaled = c.precision == "16-mixed" and c.clip > 0  # clipped when unscaled; fused ones do that
+    fused = True if cuda and not scaled else None
+    common: dict[str, Any] = {"weight_decay": c.weight_decay, "fused": fused}
     if c.optimiser == "sgd":
         nesterov = c.momentum > 0
         return torch.optim.SGD(parameters, c.lr, momentum=c.momentum, nesterov=nesterov, **common)
@@ -67,7 +69,7 @@ def set_weight_rms(model: BcosModel, rms: float, within: str = "") -> None:
             layer.weight.mul_(rms / layer.weight.square().mean().sqrt().clamp(min=1e-30))
 
 
-def clip_adaptively(model: nn.Module, limit: float) -> None:
+def clip_adaptively(model: nn.Module, limit: float | Tensor) -> None:
     """Shrink the gradient of each weight row to at most `limit` times the row's norm."""
     for layer in model.modules():
         if isinstance(layer, BcosLayer) and layer.weight.grad is not None:

@@ -275,7 +275,10 @@ class _Run:
         if not images.is_cuda:
             self.watch.check(self.wrapped, state.model, images)
         if c.adaptive_clip:
-            clip_adaptively(state.model, c.adaptive_clip)
+            limit: float | Tensor = c.adaptive_clip
+            if state.scaler:  # which has scaled the gradients, too
+                limit = state.scaler.scale(torch.tensor(limit, device=images.device))
+            clip_adaptively(state.model, limit)
         if c.clip:
             self.fabric.clip_gradients(self.wrapped, self.stepper, max_norm=c.clip)
         self.stepper.step()
