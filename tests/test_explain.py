@@ -1132,14 +1132,27 @@ def test_explanations_can_be_compared():
     assert e != tb.explain(converted(), pictures())
 
 
-def test_offsets_that_no_image_can_be_told_of_are_refused():
-    class TokensFirst(nn.Module):
+@pytest.mark.parametrize("pooled", ["mean", "first", "last"])
+@pytest.mark.parametrize("count", [3, 4, 16])  # 16 tokens are no, or some, or one for each image
+@pytest.mark.parametrize("first", ["tokens", "images"])
+def test_offsets_that_no_image_can_be_told_of_are_refused(first, count, pooled):
+    class Tokens(nn.Module):
         def __init__(self):
             super().__init__()
             self.norm = tb.norms.UncentredLayerNorm(6)
+            nn.init.normal_(self.norm.bias)
 
         def forward(self, x):
-            return self.norm(x.flatten(2).permute(2, 0, 1)).mean(0)
+            x = x.flatten(2).permute((2, 0, 1) if first == "tokens" else (0, 2, 1))
+            axis = 0 if first == "tokens" else 1
+            x = self.norm(x)
+            return x.mean(axis) if pooled == "mean" else x.select(axis, -(pooled == "last"))
 
+    model, x = Tokens(), torch.rand(count, 6, 4, 4)
+    if first == "images":
+        e = tb.explain(model, x, 0)
+        torch.testing.assert_close(e.bias, tb.explain(model, x, 0, chunk=1).bias)
+        assert e.residual.abs().max() < 1e-5
+        return
     with pytest.raises(ValueError, match="images are not the first dimension, so that they cannot"):
-        tb.explain(TokensFirst(), torch.rand(3, 6, 4, 4), 0)
+        tb.explain(model, x, 0)

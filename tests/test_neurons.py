@@ -819,3 +819,22 @@ def test_a_conventional_model_is_refused(images, tmp_path):
     with pytest.raises(ValueError, match=r"`model` is conventional, .*: use a B-cos model\."):
         neurons.collect(model, images, tmp_path / "units")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_units_of_a_network_of_tokens_before_images_are_refused(count):
+    class TokensFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = tb.BcosConv2d(6, 8, 4, stride=4)
+            self.norm = tb.norms.UncentredLayerNorm(8)
+            nn.init.normal_(self.norm.bias)
+            self.linear = tb.BcosLinear(8, 3)
+
+        def forward(self, x):
+            return self.linear(self.norm(self.conv(x).flatten(2).permute(2, 0, 1))).mean(0)
+
+    model = tb.BcosModel(TokensFirst()).eval()
+    model.scaling = "custom"
+    with pytest.raises(ValueError, match="images are not the first dimension"):
+        neurons.unit_contributions(model, torch.rand(count, 3, 16, 16), "conv", targets=[1])

@@ -225,13 +225,8 @@ def _explain_chunk(
                     f"{len(x)} images, which it has taken apart: give a layer before or after it."
                 )
             values, indices, positions = _pick_units(activation, axis, units, layer)
-        if any(len(offset) % len(x) for offset in offsets):
-            raise ValueError(
-                "`model` adds an offset, as the bias of a norm is, where images are not the first "
-                "dimension, so that they cannot be told apart: let images come first there."
-            )
         place = None if room is None else room.of_chunk(x.detach(), values.shape[1])
-        rows, bias = rows_and_bias(values, x, offsets, place, create_graph)
+        rows, bias = rows_and_bias(values, x, offsets, place, create_graph, check_images_first)
         outputs = values.detach()
         if create_graph:  # from the pass that the images' derivatives know
             outputs = (
@@ -263,9 +258,10 @@ def rows_and_bias(
     offsets: Sequence[Tensor],
     place: Tensor | None = None,
     create_graph: bool = False,
+    check: Callable[..., None] = lambda *_: None,
 ) -> tuple[Tensor, Tensor]:
     """Rows of W(x), [N, K, C, H, W], in `place` if given, and the offsets' share of each value,
-    [N, K].
+    [N, K]; `check_images_first` is a `check` of the offsets.
 
     Images do not mix, so one backward pass gives a row for each image of the batch.
     """
@@ -276,6 +272,8 @@ def rows_and_bias(
         grads = torch.autograd.grad(column.sum(), [x, *offsets], retain_graph=True,
                                     create_graph=create_graph, allow_unused=True)
         # fmt: on
+        if k == 0:
+            check(column, offsets, grads[1:])
         row = torch.zeros_like(x) if grads[0] is None else grads[0]
         rows.append(row if place is None else place[:, k].copy_(row))
         bias = torch.zeros(x.shape[0], dtype=wide, device=x.device)
@@ -285,6 +283,37 @@ def rows_and_bias(
                 bias = bias + (grad.to(wide) * own.to(wide)).reshape(x.shape[0], -1).sum(1)
         biases.append(bias)
     return torch.stack(rows, 1) if place is None else place, torch.stack(biases, 1)
+
+
+def check_images_first(
+    values: Tensor, offsets: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> None:
+    """Refuse offsets in which images are not the first dimension, or blocks of it as windows are.
+
+    `values` are [N], and `grads` the derivatives of their sum by the offsets. In the last image's
+    block those of its own value must be the same, and 0 elsewhere.
+    """
+    n = len(values)
+    if all(len(offset) % n == 0 for offset in offsets):
+        doubtful = [i for i, o in enumerate(offsets) if n > 1 and (len(o) != n or o.dim() == 3)]
+        if not doubtful:
+            return
+        chosen = [offsets[i] for i in doubtful]
+        alone = torch.autograd.grad(values[-1], chosen, retain_graph=True, allow_unused=True)
+        pairs = zip(alone, (grads[i] for i in doubtful), strict=True)
+        if all(a is None or b is None or _only_in_the_last(a, b, n) for a, b in pairs):
+            return
+    raise ValueError(
+        "`model` adds an offset, as the bias of a norm is, where images are not the first "
+        "dimension, so that they cannot be told apart: let images come first there."
+    )
+
+
+def _only_in_the_last(alone: Tensor, together: Tensor, n: int) -> bool:
+    expected = together.detach().clone()
+    expected[: len(expected) // n * (n - 1)] = 0
+    slack = 1e-2 * float(expected.abs().amax())  # half precision rounds
+    return torch.allclose(alone, expected, rtol=0, atol=slack)
 
 
 def network_input(model: nn.Module, images: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchbcos.encoding import check_images, check_values
+from torchbcos.explain import check_images_first
 from torchbcos.functional import collect_offsets
 from torchbcos.layout import channel_axis
 from torchbcos.models import BcosModel, refuse_conventional
@@ -93,9 +94,12 @@ def unit_contributions(
             x,
             *offsets,
         ]  # of these, what is before the cut goes around it, if at all
-        rows, shares = [], []
+        rows: list[Tensor] = []
+        shares = []
         for column in outputs.unbind(1):
             grads = torch.autograd.grad(column.sum(), sources, retain_graph=True, allow_unused=True)
+            if not rows:
+                check_images_first(column, offsets, grads[2:])
             rows.append(torch.zeros_like(cut[0]) if grads[0] is None else grads[0])
             shares.append(_shares(grads, sources))
     activations, weights = cut[0].detach(), torch.stack(rows, 1)
