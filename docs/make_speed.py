@@ -281,8 +281,8 @@ def explained_on_processor(document: Row) -> list[str]:
         f"| ours, weights in channels last | {seconds['ours_channels_last']:.1f} | "
         f"{document['ratio_channels_last']:.3f} of that |",
         "",
-        f"Our goal, at most {goal:.3f} of the peer's time, {verdict}. In other runs, not kept, ours "
-        "without pictures took 0.35 to 0.46 of it.",
+        f"Our goal, at most {goal:.3f} of the peer's time, {verdict}. In other runs, not kept, "
+        "ours without pictures took 0.35 to 0.46 of it.",
         "",
     ]
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import torchbcos as tb
 from torchbcos import baseline, cli, cli_localise, localise_page, localise_run, plots, posthoc
 from torchbcos.data import Images, Split
+from torchbcos.disconnected import difull, dipart
 from torchbcos.explain import logits_of
 from torchbcos.localise import compose, score_cells
 from torchbcos.localise_run import Game, play
@@ -163,6 +164,24 @@ def test_what_is_scored_is_not_computed_again(trained, images, tmp_path, monkeyp
                 play(trained[2.5], images, QUICK, GAME, name="m", out=tmp_path)
     with pytest.raises(AssertionError, match="computed again"):  # another network of this name
         play(trained[1.0], images, QUICK, GAME, name="m", out=tmp_path)
+
+
+def test_cutting_a_model_leaves_the_modes_of_its_modules():
+    conventional = torchvision.models.resnet18(num_classes=5)
+    for model in (tb.create_model("resnet18", num_classes=5, norm="uncentred"), conventional):
+        model.train()
+        norm = next(m for name, m in model.named_modules() if name.endswith("bn1"))
+        norm.eval()
+        for cut in (difull(model, 2), dipart(model, 2, torch.rand(1, 3, 96, 96))):
+            assert cut.training
+            assert not norm.training
+
+
+def test_networks_that_differ_in_their_normalisation_alone_are_different():
+    """It is in no `state_dict`."""
+    network = torch.nn.Conv2d(3, 4, 1)
+    told = [localise_run._digest(baseline.Normalised(network, (m,) * 3)) for m in (0.4, 0.4, 0.5)]
+    assert told[0] == told[1] != told[2]
 
 
 def test_an_interrupted_method_goes_on_where_it_was(trained, images, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import torchbcos as tb
 from torchbcos import posthoc
 from torchbcos.baseline import Normalised
 from torchbcos.encoding import encode
+from torchbcos.posthoc import superpixels
 from torchbcos.posthoc.head import find_head
 from torchbcos.posthoc.perturbation import rise_masks
 
@@ -475,6 +476,28 @@ def test_lime_is_what_the_package_computes(kind, conventional, bcos):
     for k, label in enumerate((1, 3)):
         _, mask = explained.get_image_and_mask(label, positive_only=True, num_features=5)
         np.testing.assert_array_equal(maps[0, k].numpy(), mask)
+
+
+@pytest.mark.parametrize("channels", [2, 4])
+def test_lime_hides_superpixels_behind_the_mean_of_each_channel(channels, monkeypatch):
+    image = torch.rand(1, channels, 24, 24)
+    seen = []
+
+    def note(_, changed):
+        seen.append(changed)
+        return changed
+
+    monkeypatch.setattr(superpixels, "input_of", note)
+    network = torch.nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 3))
+    posthoc.lime(network, image, 1, samples=8, kernel=1)
+    hidden = 0
+    for changed in torch.cat(seen):
+        colours = changed[:, (changed != image[0]).any(0)].unique(dim=1)
+        for colour in colours.unbind(1):  # of one superpixel
+            there = (changed == colour[:, None, None]).all(0)
+            assert_same(image[0, :, there].mean(1), colour)
+            hidden += 1
+    assert hidden > 8
 
 
 @pytest.mark.parametrize("name", NOT_OURS)

@@ -73,14 +73,15 @@ class _CellFeatures(nn.Module):
 
 
 def _cut(model: nn.Module, network: nn.Module) -> nn.Module:
+    """The modes of the model's own modules stay as they are."""
     model = to_explain(model)
-    network.train(model.training)
+    cut = network
     if isinstance(model, Normalised):
-        cut: nn.Module = model.around(network)
-        return cut.train(model.training)
-    if not isinstance(model, BcosModel):
-        return network
-    bcos = BcosModel(network, in_channels=model.in_channels, input_size=model.input_size)
-    bcos.temperature, bcos.logit_bias = model.temperature, model.logit_bias
-    bcos.scaling = model.scaling
-    return bcos.train(model.training)
+        cut = model.around(network)
+    elif isinstance(model, BcosModel):
+        bcos = BcosModel(network, in_channels=model.in_channels, input_size=model.input_size)
+        bcos.temperature, bcos.logit_bias = model.temperature, model.logit_bias
+        bcos.scaling = model.scaling
+        cut = bcos
+    network.training = cut.training = model.training
+    return cut

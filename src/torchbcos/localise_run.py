@@ -377,7 +377,8 @@ def _digest(model: nn.Module) -> str:
             if isinstance(value, int | float | str | tuple) and key != "training" and key[0] != "_"
         ]
         digest.update(f"{name} {settings}".encode())
-    for key, value in model.state_dict().items():
+    buffers = dict(model.named_buffers())  # those, too, that are in no state_dict
+    for key, value in {**buffers, **model.state_dict()}.items():
         digest.update(key.encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

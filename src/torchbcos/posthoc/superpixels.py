@@ -42,7 +42,7 @@ def lime(
     subject = Subject.of(model, images, targets)
     maps = torch.zeros(*subject.targets.shape, *images.shape[-2:], device=images.device)
     for i, image in enumerate(images):
-        pixels = image.detach().float().cpu().permute(1, 2, 0).double().numpy()
+        pixels = _as_array(image)
         explanation = _explainer(subject, image, chunk, seed).explain_instance(
             pixels if pixels.shape[2] == 3 else np.repeat(pixels[:, :, :1], 3, 2),
             classifier_fn=None,
@@ -75,7 +75,7 @@ def _explainer(subject: Subject, image: Tensor, chunk: int, seed: int) -> Any:
             data = self.random_state.randint(0, 2, count * number).reshape(count, number)
             data[0] = 1
             where = torch.from_numpy(segments).to(image.device)
-            mean = torch.from_numpy(_means(pixels, segments)).to(image)[: len(image)]
+            mean = torch.from_numpy(_means(_as_array(image), segments)).to(image)
             found = []
             for rows in torch.from_numpy(data).to(image.device).bool().split(chunk):
                 changed = torch.where(rows[:, where][:, None], image, mean)
@@ -84,6 +84,11 @@ def _explainer(subject: Subject, image: Tensor, chunk: int, seed: int) -> Any:
             return data, torch.cat(found).double().numpy()
 
     return OnDevice(random_state=seed)
+
+
+def _as_array(image: Tensor) -> np.ndarray:
+    array: np.ndarray = image.detach().float().cpu().permute(1, 2, 0).double().numpy()
+    return array
 
 
 def _means(pixels: np.ndarray, segments: np.ndarray) -> np.ndarray:
