@@ -614,6 +614,70 @@ def test_a_layer_that_does_more_than_its_class_is_refused():
     assert f"part would give {[WIDTH, SIZE - 2, SIZE - 2]}" in str(error.value)
 
 
+class Twice(nn.Conv2d):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH, 3, padding=1)
+        self.second = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x):
+        return self.second(super().forward(x))
+
+
+class Gated(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x) * x.mean(1, keepdim=True).sigmoid()
+
+
+class Active(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_a_layer_whose_code_has_more_in_it_is_refused():
+    for part in (Twice(), Gated(WIDTH, WIDTH, 3, padding=1)):
+        with pytest.raises(ValueError, match=type(part).__name__):
+            convert(Net(lambda net, x: net.part(x), part=part))
+    model = convert(Net(lambda net, x: net.part(x), part=Active(WIDTH, WIDTH, 3, padding=1)))
+    assert_complete(model)
+    assert isinstance(model.network.part, tb.BcosConv2d)
+
+
+@pytest.mark.parametrize("name", ["fn", "expand", "t", "squeeze", "size"])
+def test_modules_may_have_the_names_of_functions(name):
+    def body(net, x):
+        y = getattr(net, name)(x)
+        y += x
+        return y + getattr(net, name)(x)
+
+    parts = {name: nn.Conv2d(WIDTH, WIDTH, 1)}
+    assert_complete(convert(Net(body, **parts)))
+    last = Whole(
+        lambda net, x: net.fc(getattr(net, name)(net.stem(x)).mean([2, 3])),
+        **{name: nn.Conv2d(WIDTH, WIDTH, 1)},
+    )
+    assert_complete(convert(last))
+
+
+class ChannelsFirst(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class AsAlways(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_what_a_layer_norm_goes_over_is_seen_in_its_own_code():
+    """Not in its name, and not in the width of the image, which may be the number of channels."""
+    module = Net(lambda net, x: net.norm(x), norm=ChannelsFirst(WIDTH))
+    model = convert(module, norm="uncentred", input_size=WIDTH)
+    assert isinstance(model.network.norm, tb.norms.UncentredPositionNorm)
+    module = Net(lambda net, x: net.norm(x), norm=AsAlways(WIDTH))
+    model = convert(module, norm="uncentred", input_size=WIDTH)
+    assert isinstance(model.network.norm, tb.norms.UncentredLayerNorm)
+
+
 def test_a_network_whose_twin_would_not_run_is_refused():
     twice = nn.Conv2d(3, 3, 3, padding=1)
     module = Whole(

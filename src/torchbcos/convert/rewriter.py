@@ -66,9 +66,13 @@ SIGNAL = Value(Kind.SIGNAL)
 
 
 def name_of(node: fx.Node) -> str:
+    """The function's or method's; modules and attributes have the names that somebody gave them."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
     target: Any = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if name in ("fn", "<lambda>", ""):  # torch's boolean-dispatched functions carry no name
+    if name in ("fn", "<lambda>", "") and target != name:
+        # torch's boolean-dispatched functions carry no name
         name = fx.node._get_qualified_name(target).rpartition(".")[2]
     name = name.lower().strip("_").replace("_", "")
     return {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "truediv": "div"}.get(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -167,16 +168,27 @@ def _layer(r: Rewriter, node: fx.Node, module: Any) -> Value:
 
 
 def _does_more(module: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Whether a layer gives something without its weights, as where its code adds its input."""
+    """Whether a layer's own code does more than the layer: weights of other layers, an output where
+    its weights are zeros, as where it adds its input, or one that does not grow with the input. An
+    activation grows with it, and goes with others.
+    """
     is_torchs = type(module).forward.__module__.startswith("torch.nn.")
     if is_torchs or any(p.is_meta for p in module.parameters()):
         return False
+    if any(next(child.parameters(), None) is not None for child in module.children()):
+        return True
     module = copy.deepcopy(module).eval()
     with torch.no_grad(), suppress(Exception):  # it is code of any kind
         weight = next(module.parameters())
+        x = torch.linspace(-1, 1, math.prod((2, *shape[1:]))).view(2, *shape[1:]).to(weight)
+        if getattr(module, "bias", None) is not None:
+            module.bias.zero_()  # type: ignore[operator]
+        once, twice = module(x).double(), module(2 * x).double()
+        if (twice - 2 * once).abs().max() > 1e-2 * twice.abs().max():
+            return True
         for parameter in module.parameters():
             parameter.zero_()
-        return bool(module(torch.ones(2, *shape[1:]).to(weight)).any())
+        return bool(module(torch.ones_like(x)).any())
     return False
 
 

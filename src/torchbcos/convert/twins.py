@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchbcos import attention, norms
@@ -136,7 +139,7 @@ def uncentred_norm(module: Any) -> nn.Module | None:
     own = device_and_dtype(module)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         shape, affine = list(module.normalized_shape), module.elementwise_affine
-        over_channels = "2d" in class_key(module)
+        over_channels = "2d" in class_key(module) or _takes_maps(module, shape)
         if isinstance(module, nn.RMSNorm):
             return None if over_channels else norms.RMSNorm(shape, module.eps, affine, **own)
         if over_channels:
@@ -158,6 +161,18 @@ def uncentred_norm(module: Any) -> nn.Module | None:
         channels = next((p.numel() for p in module.parameters()), 0)
         return norms.UncentredPositionNorm(channels, eps, bias=False, **own) if channels else None
     return None
+
+
+def _takes_maps(module: nn.Module, shape: list[int]) -> bool:
+    """Whether the code of a norm over the last dimension is for another: then [N, C, H, W] fits."""
+    is_torchs = type(module).forward.__module__.startswith("torch.nn.")
+    if is_torchs or len(shape) > 1 or any(p.is_meta for p in module.parameters()):
+        return False
+    with torch.no_grad(), suppress(Exception):  # it is code of any kind
+        own = device_and_dtype(module)
+        copy.deepcopy(module).eval()(torch.ones(1, *shape, shape[0] + 1, shape[0] + 2, **own))
+        return True
+    return False
 
 
 def functional_norm(
