@@ -293,7 +293,7 @@ def check_images_first(
     `values` are [N], and `grads` the derivatives of their sum by the offsets. In the last image's
     block those of its own value must be the same, and 0 elsewhere.
     """
-    n = len(values)
+    n = max(1, len(values))
     if all(len(offset) % n == 0 for offset in offsets):
         doubtful = [i for i, o in enumerate(offsets) if n > 1 and (len(o) != n or o.dim() == 3)]
         if not doubtful:
