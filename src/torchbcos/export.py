@@ -21,11 +21,12 @@ from torchbcos._arguments import missing_package, naming_size
 from torchbcos._version import __version__
 from torchbcos.checkpoint import write_atomically
 from torchbcos.encoding import decode
-from torchbcos.explain import explain, logits_of, network_input, rows_and_bias
+from torchbcos.explain import explain, logits_of, network_input
 from torchbcos.explanation import Explanation
 from torchbcos.functional import collect_offsets
 from torchbcos.models import BcosModel, refuse_conventional
 from torchbcos.render import PERCENTILE, colour
+from torchbcos.rows import rows_and_bias
 from torchbcos.tracing import trace
 from torchbcos.wrappers import bcos_within
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from torchbcos.encoding import check_images, check_values
-from torchbcos.explain import check_images_first
 from torchbcos.functional import collect_offsets
 from torchbcos.layout import channel_axis
 from torchbcos.models import BcosModel, refuse_conventional
 from torchbcos.neurons.table import Neurons, NeuronsError, Ranked, largest
+from torchbcos.rows import check_images_first
 from torchbcos.tap import tap, watch
 from torchbcos.targets import Targets, resolve_targets
 from torchbcos.undisturbed import keeping_buffers
